@@ -119,9 +119,9 @@ class SimulatedService:
             ):
                 self._finish_startup(engine)
 
-    def settle(self, passes: int = 400) -> int:
+    def settle(self, reconciles: int = 400) -> int:
         """Reconcile and advance until nothing changes; returns the number of reconciles."""
-        for number in range(passes):
+        for number in range(reconciles):
             before = (dict(self.instances), dict(self.pools), self.assignment, self.service.status)
             self.reconcile()
             moving = any(e.state is not EngineState.RUNNING or e.ends_at_s for e in self.engines.values())

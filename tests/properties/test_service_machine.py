@@ -37,9 +37,9 @@ class ServiceMachine(RuleBasedStateMachine):
         self.simulated = make_settled_service(spec)
         self.simulated.edit_service(pools=[{"name": "flex", "instances": bounds}])
 
-    @rule(passes=st.integers(1, 6), wait_s=st.sampled_from([0.0, 1.0, 4.0]))
-    def operator(self, passes: int, wait_s: float) -> None:
-        for _ in range(passes):
+    @rule(reconciles=st.integers(1, 6), wait_s=st.sampled_from([0.0, 1.0, 4.0]))
+    def operator(self, reconciles: int, wait_s: float) -> None:
+        for _ in range(reconciles):
             self._reconcile()
             self.simulated.advance(wait_s)
 

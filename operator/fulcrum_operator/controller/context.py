@@ -1,4 +1,4 @@
-"""What a reconcile works with: its ports, and what one pass leaves for the next.
+"""What a reconcile works with: its ports, and what one reconcile leaves for the next.
 
 A cluster and a local run share `reconcile`; what differs between them is in `ReconcileContext`.
 """
@@ -53,7 +53,7 @@ class ModelReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Problems:
-    """What a pass could not do, and the seconds until that is tried again; None: not before an event."""
+    """What a reconcile could not do, and the seconds until that is tried again; None: not before an event."""
 
     causes: tuple[FailureCause, ...] = ()
     retry_after_s: float | None = None
@@ -74,9 +74,9 @@ class ReconcileMemory:
     window: SloWindow = field(default_factory=SloWindow)
     """Recent counters of the router, for SLO attainment."""
     problems: tuple[FailureCause, ...] = ()
-    """What the last pass could not do; the next pass reports it in the status."""
+    """What the last reconcile could not do; the next reconcile reports it in the status."""
     failures: int = 0
-    """Number of passes since the last one without a failure."""
+    """Number of reconciles since the last one without a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,7 +65,7 @@ RECHECK_S = 1.0
 """Seconds until the next reconcile while a router request is open or the loss of a node is disputed."""
 
 UNAVAILABLE_REPORTED_AFTER = 3
-"""Number of passes in which the store did not respond before that is reported."""
+"""Number of reconciles in which the store did not respond before that is reported."""
 
 R = TypeVar("R", bound=Resource)
 
@@ -119,7 +119,7 @@ async def _reconcile_once(key: ServiceKey, context: ReconcileContext) -> float |
 def _remember_problems(
     key: ServiceKey, context: ReconcileContext, refused: tuple[FailureCause, ...], later: Problems
 ) -> float | None:
-    """Keep the problems of this pass for the status; returns the seconds until the next pass, None: any."""
+    """Keep the problems for the status; return the seconds until the next reconcile is due, None: never."""
     memory, causes = context.memory[key], (*refused, *later.causes, *context.schema_problems())
     failures = memory.failures + 1 if refused else 0
     context.memory[key] = replace(memory, problems=causes, failures=failures)

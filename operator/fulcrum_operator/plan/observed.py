@@ -1,4 +1,4 @@
-"""`Observed`: everything that a plan is made from, as the controller read it in one pass.
+"""`Observed`: everything that a plan is made from, as the controller read it in one reconcile.
 
 Facts only. What follows from them for one instance is in `instance_state`.
 """
@@ -104,7 +104,7 @@ class Observed:
     """Names of the PDInstances that are not the service's."""
 
     problems: tuple[FailureCause, ...] = ()
-    """What the last pass could not do."""
+    """What the last reconcile could not do."""
 
     router_failures: tuple[FailureCause, ...] = ()
     """Why routers cannot start."""

@@ -194,7 +194,7 @@ def _draining(facts: InstanceFacts) -> PhaseTransition:
     deadline_s = phase_since_s + facts.drain_timeout_s
     if not facts.leaving and not facts.needs_restart_to_flip:
         return _cordoned(facts)
-    # In the pass that sets the cordon, no router can have acknowledged it.
+    # In the reconcile that sets the cordon, no router can have acknowledged it.
     was_draining = facts.phase is Phase.DRAINING
     if was_draining and facts.drained:
         return _drained(facts)

@@ -6,7 +6,7 @@ a scale or a pause.
 
 New instances are created first, up to maxSurge; then `instances` removes outdated ones while enough others
 serve. A revision that exits repeatedly or does not serve in time is rolled back to the last good one until
-the spec changes. `service` calls `view_pool` in every pass; the rest of the plan reads the `PoolView`.
+the spec changes. `service` calls `view_pool` in every reconcile; the rest of the plan reads the `PoolView`.
 """
 
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ _NOT_YET_SERVING = (Phase.PENDING, Phase.STARTING, Phase.FAILED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolView:
-    """Desired and actual instances of one pool at the time of a pass."""
+    """Desired and actual instances of one pool at the time of a reconcile."""
 
     pool: PDPool
     desired_replicas: int

@@ -1,7 +1,7 @@
 """The plan of one service: desired objects, engines to start and stop, and when to plan again.
 
-The controller calls `plan_service` in every pass and applies the `Plan`. The parts are decided in the other
-modules of this package; this one puts them together.
+The controller calls `plan_service` in every reconcile and applies the `Plan`. The other modules of this
+package decide the parts; this one puts them together.
 """
 
 import math
@@ -127,7 +127,7 @@ def plan_removal(service: str, engines: Mapping[str, EngineObservation], instanc
 def plan_service(observed: Observed) -> Plan:
     """The plan for an existing service.
 
-    New pools are created in a pass of their own: instances are owned by their pool, so they need its uid.
+    New pools are created in a reconcile of their own: their instances need their uid as owner.
     """
     pools = desired_pools(
         observed.service, observed.pools, taken=observed.taken_pools, images=observed.engine_images
@@ -233,7 +233,7 @@ def _show_failed_until_s(observed: Observed, views: tuple[PoolView, ...]) -> dic
 
 
 def _deadlines(observed: Observed, views: tuple[PoolView, ...], model: ModelPlan) -> list[float]:
-    """Future deadlines only: this pass has acted on the past ones."""
+    """Future deadlines only: this reconcile has acted on the past ones."""
     known = (
         *(next_rollout_deadline_s(observed, view) for view in views),
         *(at_s for view in views for at_s in room_deadlines_s(observed, view.updated)),
@@ -390,7 +390,7 @@ def _with_effective_role(
     """The instance with its effective role and, if its engine starts now, the role it is started for.
 
     Args:
-        observed: The facts of this pass.
+        observed: The facts of this reconcile.
         instance: The instance with its new status except the role.
         assignment: The desired roles.
         roles: Effective role by the assignment, and the role so far.

@@ -3,7 +3,7 @@
 The counters of a router run from its start. Samples of them make a sliding window: only requests that were
 added between two samples of one ledger are known to lie in it. Only ended requests count; those that their
 client cancelled in time count neither as met nor as missed. `controller/reconcile` keeps the window between
-passes, and `status/slo_met` turns its report into a condition.
+reconciles, and `status/slo_met` turns its report into a condition.
 """
 
 import math
@@ -19,7 +19,7 @@ from fulcrum_core.formatting import format_count
 from fulcrum_core.router_state import RouterState, TierState
 
 SAMPLE_INTERVAL_S = 5.0
-"""Minimum seconds between two samples and between two evaluations: passes can run many times a second."""
+"""Minimum seconds between two samples and between two evaluations: reconciles can run many times a second."""
 REPORT_INTERVAL_S = 30.0
 """Minimum seconds between two changes of the report."""
 MIN_REQUESTS = 20
@@ -91,7 +91,7 @@ class SloWindow:
 def update_window(
     before: SloWindow, router: RouterState | None, service: PDService, *, now_s: float
 ) -> SloWindow:
-    """The window after one pass. `router` is None if the router was not queried or did not respond.
+    """The window after one reconcile. `router` is None if the router was not queried or did not respond.
 
     The report changes only when its values do, at most once in `REPORT_INTERVAL_S`; a new objective is
     evaluated at once.

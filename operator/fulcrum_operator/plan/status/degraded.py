@@ -37,7 +37,7 @@ def degraded(observed: Observed, views: tuple[PoolView, ...], desired: tuple[PDI
 def with_failed_reconcile(
     before: tuple[Condition, ...], cause: FailureCause, *, generation: int, now_s: float
 ) -> tuple[Condition, ...]:
-    """A service's conditions after a pass that failed before computing them: only Degraded is new."""
+    """A service's conditions after a reconcile that failed before computing them: only Degraded is new."""
     failed = Condition(
         type=conditions.DEGRADED,
         status="True",
@@ -70,7 +70,7 @@ def describe_causes(causes: tuple[FailureCause, ...]) -> str:
 
 
 def find_problems(observed: Observed) -> tuple[FailureCause, ...]:
-    """What the last pass could not do, and the pools whose names are taken."""
+    """What the last reconcile could not do, and the pools whose names are taken."""
     taken, needed = observed.taken_pools, list_pool_names(observed.service)
     pools = (FailureCause(conditions.NAME_TAKEN, taken[name]) for name in needed if name in taken)
     return (*observed.problems, *pools)
@@ -113,6 +113,6 @@ def _reason(observed: Observed, instance: PDInstance, engine: EngineObservation 
 
 
 def _as_observed(observed: Observed, instance: PDInstance) -> PDInstance:
-    """The instance before this pass: `engine_lost` depends on the phase in which the engine was lost."""
+    """The instance before this reconcile: `engine_lost` depends on the phase in which the engine was lost."""
     name = instance.metadata.name
     return next((i for i in observed.instances if i.metadata.name == name), instance)

@@ -533,7 +533,7 @@ async def test_an_unexpected_error_is_a_condition_within_one_pass_until_a_pass_s
     with pytest.raises(KeyError):
         await reconcile(KEY, broken)
     assert await under_test.version() == version, "a repeated failure is written once"
-    assert await reconcile(KEY, under_test.context) == 0.0, "the next pass reports the success"
+    assert await reconcile(KEY, under_test.context) == 0.0, "the next reconcile reports the success"
     await under_test.reconcile_until_stable()
     assert (await degraded(under_test))[0] == "False"
 

@@ -291,7 +291,7 @@ def test_without_a_model_reader_instances_do_not_wait() -> None:
     assert (len(created_instances(plan, observed)), plan.model_read) == (2, None)
 
 
-def test_read_model_needs_no_further_pass() -> None:
+def test_a_model_that_was_read_needs_no_further_reconcile() -> None:
     observed = running_service(model_status(config_excerpt=LLAMA), LLAMA)
     plan = plan_service(observed)
     assert (reported_model(plan), plan.model_read, plan.requeue_after_s) == (

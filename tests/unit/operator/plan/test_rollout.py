@@ -1,4 +1,4 @@
-"""Instances over several passes: roll-outs, scaling, lost engines and flips by a restart."""
+"""Instances over several reconciles: roll-outs, scaling, lost engines and flips by a restart."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,10 +27,10 @@ def condition(chat_fleet: SimulatedService, kind: str) -> tuple[str, str]:
     return found.status, found.reason
 
 
-def record_counts(chat_fleet: SimulatedService, passes: int = 60) -> list[tuple[int, int]]:
-    """Instances and serving instances after each pass."""
+def record_counts(chat_fleet: SimulatedService, reconciles: int = 60) -> list[tuple[int, int]]:
+    """Instances and serving instances after each reconcile."""
     observed = []
-    for _ in range(passes):
+    for _ in range(reconciles):
         chat_fleet.reconcile()
         observed.append((len(chat_fleet.instances), len(serving_names(chat_fleet))))
         chat_fleet.advance(2.0)

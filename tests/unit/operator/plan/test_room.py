@@ -23,7 +23,7 @@ def progressing(fleet: SimulatedService) -> tuple[str, str]:
 
 
 def run(fleet: SimulatedService, seconds: float, *, draining: bool = False) -> list[tuple[int, str]]:
-    """Serving instances and the reason of Progressing after each pass."""
+    """Serving instances and the reason of Progressing after each reconcile."""
     seen = []
     for _ in range(int(seconds / STEP_S)):
         fleet.reconcile()

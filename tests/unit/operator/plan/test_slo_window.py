@@ -50,7 +50,7 @@ def default_tier_counts(ended: int, met: int, *, ledger_s: float = 0.0) -> Route
 def window_after(
     states: Iterable[RouterState | None], chat: PDService | None = None, *, interval_s: float = POLL_S
 ) -> SloWindow:
-    """The window after one pass for each of these router states."""
+    """The window after one reconcile for each of these router states."""
     chat, window = chat or service(instances=2), SloWindow()
     for number, state in enumerate(states):
         window = update_window(window, state, chat, now_s=NOW_S + number * interval_s)
