@@ -90,6 +90,8 @@ class Counters:
         """Requests to other paths than completions that ended, by path and outcome."""
         self.unknown_tiers = 0
         """Requests that named a tier that the service does not have, and got the default tier."""
+        self.task_failures: dict[str, int] = {}
+        """Failures of background tasks, by name."""
         self.refused_connections = 0
         """Connections of clients over the limit."""
 

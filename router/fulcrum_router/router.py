@@ -14,6 +14,7 @@ import structlog
 from fulcrum_core.values import AutoscalingMode
 from fulcrum_router.control.flip_requests import AppliedAssignment, FlipRequests
 from fulcrum_router.counters import PREFILL, Counters
+from fulcrum_router.data_path.limits import make_request_memory
 from fulcrum_router.fleet.instances import Fleet, Instance
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.policy import FlipProposal, FlipProposalRules, TokensPerByte, TransferPairs, TtftErrors
@@ -43,6 +44,7 @@ class Router:
         """None until the PDService was read: the router is not ready before."""
         self.fleet = Fleet()
         self.counters = Counters()
+        self.request_memory = make_request_memory()
         self.tokens_per_byte = TokensPerByte()
         self.ttft_errors = TtftErrors()
         self.pairs = TransferPairs()

@@ -2,15 +2,16 @@
 
 import asyncio
 import contextlib
+import functools
 import gc
 import random
 import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-import structlog
 from aiohttp import web
 
 from fulcrum_cluster.client import ClusterClient, open_cluster
@@ -18,13 +19,14 @@ from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.process import bind_socket
 from fulcrum_core.api.pdservice import TimeoutsSpec
 from fulcrum_core.api.qostier import SloSpec
+from fulcrum_router.background import background_task
 from fulcrum_router.control.auth import Authenticator, ServiceAccountAuthenticator, SharedTokenAuthenticator
 from fulcrum_router.control.failover import Failover, RouterEndpoint
 from fulcrum_router.control.metrics import build_registry
 from fulcrum_router.control.metrics_port import MetricsPage, make_metrics_app
 from fulcrum_router.control.state_port import make_app
 from fulcrum_router.data_path.downstream import ClientServer
-from fulcrum_router.data_path.limits import raise_file_limit
+from fulcrum_router.data_path.limits import raise_file_limit, read_process_bytes
 from fulcrum_router.data_path.tls import HANDSHAKE_TIMEOUT_S, make_tls_context, reload_certificate
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.kv_transfer.canaries import CanaryScheduler
@@ -34,8 +36,6 @@ from fulcrum_router.options import RouterOptions
 from fulcrum_router.policy.intervals import SWEEP_INTERVAL_S
 from fulcrum_router.router import Router
 from fulcrum_router.settings import DEFAULT_TIER, ServiceSettings, Tier, Timeouts
-
-log = structlog.get_logger()
 
 GC_THRESHOLD_OBJECTS = 50_000
 """New objects after which the garbage collector runs: requests leave no cycles, so such growth is a leak."""
@@ -69,6 +69,7 @@ class RouterServer:
             self.router.tick(now_s)
             self.router.fleet.enforce_timeouts(now_s)
             self.clients.enforce_timeouts(now_s)
+            self.router.request_memory.check(read_process_bytes())
 
     @contextlib.asynccontextmanager
     async def listening(
@@ -84,7 +85,10 @@ class RouterServer:
             ssl=tls,
             ssl_handshake_timeout=None if tls is None else HANDSHAKE_TIMEOUT_S,
         )
-        async with background_task(self._check_deadlines()), background_task(prober.run()):
+        async with (
+            _keep_running(self.router, "time-outs", self._check_deadlines),
+            _keep_running(self.router, "probes", prober.run),
+        ):
             try:
                 yield
             finally:
@@ -123,7 +127,8 @@ async def serve(options: RouterOptions, stopped: asyncio.Event, *, announce: Cal
     async with contextlib.AsyncExitStack() as stack:
         cluster = watcher = None
         if tls is not None and options.tls is not None:
-            await stack.enter_async_context(background_task(reload_certificate(tls, options.tls)))
+            reload = functools.partial(reload_certificate, tls, options.tls)
+            await stack.enter_async_context(_keep_running(router, "certificate", reload))
         if options.store is not None:
             cluster = await stack.enter_async_context(open_cluster(options.store, program="fulcrum-router"))
             watcher = await _watch_store(stack, router, cluster, options)
@@ -140,9 +145,8 @@ async def serve(options: RouterOptions, stopped: asyncio.Event, *, announce: Cal
         server = RouterServer(router)
         await stack.enter_async_context(server.listening(clients, tls=tls))
         if cluster is not None:
-            await stack.enter_async_context(
-                background_task(CanaryScheduler(router, rng=random.Random()).run())
-            )
+            canaries = CanaryScheduler(router, rng=random.Random())
+            await stack.enter_async_context(_keep_running(router, "canaries", canaries.run))
         announce(**ports)
         _limit_garbage_collection()
         if cluster is None or watcher is None or options.lease is None:
@@ -151,8 +155,14 @@ async def serve(options: RouterOptions, stopped: asyncio.Event, *, announce: Cal
             failover = _make_failover(
                 router, cluster, options, port=ports["port"], state_port=ports["state_port"]
             )
-            await _run_election(failover, watcher, stopped)
+            await _run_election(router, failover, watcher, stopped)
             server.grace_s = router.settings.drain_timeout_s if router.settings else SHUTDOWN_GRACE_S
+
+
+def _keep_running(
+    router: Router, name: str, run: Callable[[], Coroutine[Any, Any, None]]
+) -> AbstractAsyncContextManager[None]:
+    return background_task(run, name=name, failures=router.counters.task_failures)
 
 
 async def _watch_store(
@@ -166,7 +176,7 @@ async def _watch_store(
         namespace=options.namespace,
         objects=None if options.lease is None else cluster.objects,
     )
-    await stack.enter_async_context(background_task(watcher.run()))
+    await stack.enter_async_context(_keep_running(router, "objects", watcher.run))
     return watcher
 
 
@@ -187,7 +197,7 @@ async def _open_state_port(
 ) -> None:
     authenticator = _make_authenticator(options, cluster)
     if isinstance(authenticator, ServiceAccountAuthenticator):
-        await stack.enter_async_context(background_task(authenticator.keep_keys_fresh()))
+        await stack.enter_async_context(_keep_running(router, "keys", authenticator.keep_keys_fresh))
     await stack.enter_async_context(_serve_app(make_app(router, authenticator), bound))
 
 
@@ -218,14 +228,16 @@ def _make_failover(
     return Failover(router, cluster.objects, endpoint, clock=SystemClock(), rng=random.Random())
 
 
-async def _run_election(failover: Failover, watcher: StoreWatcher, stopped: asyncio.Event) -> None:
+async def _run_election(
+    router: Router, failover: Failover, watcher: StoreWatcher, stopped: asyncio.Event
+) -> None:
     """Take part in the election once synced; when `stopped` is set, hand over to a successor."""
 
     async def run_when_synced() -> None:
         await watcher.wait_until_synced()
         await failover.run()
 
-    async with background_task(run_when_synced()):
+    async with _keep_running(router, "election", run_when_synced):
         await stopped.wait()
     await failover.hand_over()
 
@@ -249,23 +261,6 @@ def configure_statically(router: Router, options: RouterOptions) -> None:
 
 def _port(bound: socket.socket) -> int:
     return int(bound.getsockname()[1])
-
-
-@contextlib.asynccontextmanager
-async def background_task(coroutine: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run a coroutine during the block; cancel it at the end. A failure is logged, and the router goes on."""
-    task = asyncio.get_running_loop().create_task(coroutine)
-    task.add_done_callback(_log_failure)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait((task,))
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("background task failed", task=task.get_coro(), exc_info=error)
 
 
 @contextlib.asynccontextmanager

@@ -281,6 +281,14 @@ def _build_client_families(counters: Counters) -> Iterator[Metric]:
         "Client requests that named a tier that the service does not list; they got the default tier.",
         counters.unknown_tiers,
     )
+    tasks = CounterMetricFamily(
+        "fulcrum_router_background_task_failures",
+        "Failures of background tasks; each was started again.",
+        labels=["task"],
+    )
+    for name, count in counters.task_failures.items():
+        tasks.add_metric([name], count)
+    yield tasks
     yield CounterMetricFamily(
         "fulcrum_router_refused_connections",
         "Connections of clients that got a 503, because as many were open as the router may have.",
@@ -378,6 +386,14 @@ def _build_router_gauges(router: Router) -> Iterator[Metric]:
         "waiting_prefill_seconds", "Predicted prefill time of the requests that wait.", room.prefill_s
     )
     yield gauge("waiting_bytes", "Bytes of the bodies of the requests that wait.", room.bytes)
+    memory = router.request_memory
+    yield CounterMetricFamily(
+        "fulcrum_router_memory_refusals",
+        "Requests and unsent responses that were refused for want of memory.",
+        router.request_memory.refusals,
+    )
+    yield gauge("request_memory_bytes", "Bytes of requests and unsent responses held.", memory.held_bytes)
+    yield gauge("request_memory_max_bytes", "Limit of fulcrum_router_request_memory_bytes.", memory.max_bytes)
     yield gauge("active", "1 if traffic is directed to this router, 0 if it is a standby.", router.active)
     yield gauge("tokens_per_byte", "Learned tokens per byte of prompt text.", router.tokens_per_byte.value)
     errors = GaugeMetricFamily(

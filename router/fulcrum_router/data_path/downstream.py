@@ -12,11 +12,11 @@ from typing import cast
 
 from fulcrum_router.control import router_endpoints
 from fulcrum_router.data_path.exchange import Exchange
-from fulcrum_router.data_path.limits import RequestMemory, find_max_connections
+from fulcrum_router.data_path.limits import estimate_parsed_bytes, find_max_connections
 from fulcrum_router.data_path.pass_through import PASS_THROUGH_PATHS, PassThrough
 from fulcrum_router.data_path.request import ClientRequest
 from fulcrum_router.http1 import responses
-from fulcrum_router.http1.requests import Rejection, Request, RequestReader
+from fulcrum_router.http1.requests import FULL, Rejection, Request, RequestReader
 from fulcrum_router.router import Router
 
 MAX_UNREAD_BYTES = 65_536
@@ -51,7 +51,7 @@ class ClientServer:
     def __init__(self, router: Router) -> None:
         self.router = router
         self.connections: set[ClientConnection] = set()
-        self.memory = RequestMemory()
+        self.memory = router.request_memory
         self.max_connections = find_max_connections()
         self._unchecked: list[ClientConnection] = []
         """Connections whose time-outs are checked next."""
@@ -90,6 +90,7 @@ class ClientConnection(asyncio.Protocol):
     __slots__ = (
         "_closing",
         "_exchange",
+        "_parsed_bytes",
         "_reader",
         "_reading_paused",
         "_request",
@@ -99,6 +100,7 @@ class ClientConnection(asyncio.Protocol):
         "_transport",
         "_unread",
         "_unread_bytes",
+        "_unsent_bytes",
         "_waiting_since_s",
         "paused",
     )
@@ -110,9 +112,13 @@ class ClientConnection(asyncio.Protocol):
         self._exchange: Exchange | PassThrough | None = None
         self._request: ClientRequest | None = None
         """The request of the exchange."""
+        self._parsed_bytes = 0
+        """Estimated memory of that request beside its body."""
         self._unread: list[bytes] = []
         """Received bytes that the reader has not read."""
         self._unread_bytes = 0
+        self._unsent_bytes = 0
+        """Bytes for a client that reads too slowly, as they are counted by the memory."""
         self._reading_paused = False
         self._closing = False
         self._serving = False
@@ -145,8 +151,10 @@ class ClientConnection(asyncio.Protocol):
         self._closing = True
         if self._exchange is not None:
             self._exchange.cancel()
-        self._server.memory.release(self._reader.held_bytes + self._unread_bytes)
-        self._reader.held_bytes = self._unread_bytes = 0
+        memory, reader = self._server.memory, self._reader
+        memory.release(reader.held_bytes + self._unread_bytes + self._unsent_bytes)
+        memory.unfinished_bytes -= reader.unfinished_bytes
+        reader.held_bytes = reader.unfinished_bytes = self._unread_bytes = self._unsent_bytes = 0
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
@@ -164,11 +172,18 @@ class ClientConnection(asyncio.Protocol):
     def pause_writing(self) -> None:
         self.paused = True
         self._waiting_since_s = time.monotonic()
+        unsent_bytes = self._transport.get_write_buffer_size()
+        if not self._server.memory.hold(unsent_bytes, body_bytes=unsent_bytes):
+            self._transport.abort()
+            return
+        self._unsent_bytes = unsent_bytes
         if self._exchange is not None:
             self._exchange.pause()
 
     def resume_writing(self) -> None:
         self.paused = False
+        self._server.memory.release(self._unsent_bytes)
+        self._unsent_bytes = 0
         if self._exchange is not None:
             self._exchange.resume()
         elif not self._serving:
@@ -192,6 +207,8 @@ class ClientConnection(asyncio.Protocol):
                 self._end()
             elif self._unread:
                 self._read()
+                if self._unread and not reader.requests and not reader.ended:
+                    left = 0  # the reader has read as much as it reads in one turn
             else:
                 self._continue_request()
                 break
@@ -214,6 +231,9 @@ class ClientConnection(asyncio.Protocol):
         rest = reader.feed(data)
         self._server.memory.held_bytes += len(rest)
         self._unread, self._unread_bytes = [rest] if rest else [], len(rest)
+        if reader.unfinished_bytes and reader.requests:
+            self._server.memory.unfinished_bytes -= reader.unfinished_bytes
+            reader.unfinished_bytes = 0
         if reader.begun and not was_begun:
             self._waiting_since_s = time.monotonic()
         if self._reading_paused and not rest:
@@ -271,6 +291,12 @@ class ClientConnection(asyncio.Protocol):
             starting = "the router is starting: it has not read its PDService yet"
             self._send_error(request, 503, "the router is shutting down" if router.stopping else starting)
             return
+        size = estimate_parsed_bytes(request.body)
+        if not self._server.memory.hold(size, body_bytes=len(request.body)):
+            self._send_error(request, 503, FULL)
+            return
+        self._parsed_bytes = size
+        self._reader.held_bytes += size
         client_request = _build_client_request(request, router)
         if router.leaving:
             client_request.keep_alive = False
@@ -307,7 +333,7 @@ class ClientConnection(asyncio.Protocol):
         request = self._request
         if request is not None:
             self._request = None
-            self._release(len(request.body))
+            self._release(len(request.body) + self._parsed_bytes)
             request.body = b""
 
     def finish_response(self, *, keep_alive: bool) -> None:

@@ -11,10 +11,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import repeat
 
 MAX_HEAD_BYTES = 65_536
 MAX_SIZE_LINE_BYTES = 4_096
 MAX_TRAILER_BYTES = 8_192
+MAX_CHUNKS = 16_384
+"""Chunks in one read of a response, and in one that is buffered whole: to find more takes longer than other
+requests may wait. In an event stream so many chunks do not fit into one read.
+"""
 CHUNKED = -1
 UNTIL_CLOSE = -2
 """Special values of `ResponseHead.length`. Integers below zero: the length is compared on every read."""
@@ -142,7 +147,9 @@ class ChunkScanner:
             self._remaining_bytes = position - size
             return 0
         boundary = position
-        while position < size:
+        for _ in repeat(None, MAX_CHUNKS):
+            if position >= size:
+                break
             end = data.find(b"\n", position)
             if end < 0:
                 self._keep_partial_line(data[position:])
@@ -170,6 +177,8 @@ class ChunkScanner:
             if data[position - 2 : position] != b"\r\n":
                 raise FramingError("a chunk does not end where its size says")
             boundary = position
+        else:
+            raise FramingError(f"more than {MAX_CHUNKS} chunks at once")
         self._remaining_bytes = 0
         return boundary
 
@@ -206,16 +215,17 @@ def _parse_chunk_size(line: bytes) -> int:
 
 
 def dechunk(framed: bytes) -> bytes:
-    """Return the content of a whole chunked body."""
+    """Return the content of a whole chunked body; raises FramingError if it has more than `MAX_CHUNKS`."""
     parts: list[bytes] = []
     position = 0
-    while True:
+    for _ in repeat(None, MAX_CHUNKS):
         end = framed.index(b"\n", position)
         size = _parse_chunk_size(framed[position:end])
         if size == 0:
             return b"".join(parts)
         parts.append(framed[end + 1 : end + 1 + size])
         position = end + 3 + size
+    raise FramingError(f"more than {MAX_CHUNKS} chunks in a response that is buffered whole")
 
 
 def find_chunks(framed: bytes) -> Iterator[tuple[int, int, int]]:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 from fulcrum_router.http1.failures import Failure, LegFailed
-from fulcrum_router.http1.framing import CHUNKED, ResponseHead, dechunk
+from fulcrum_router.http1.framing import CHUNKED, FramingError, ResponseHead, dechunk
 from fulcrum_router.http1.inline_task import Completion
 from fulcrum_router.http1.upstream import (
     ConnectionPool,
@@ -47,7 +47,11 @@ class BufferedResponse(Completion[bytes]):
     def on_end(self) -> None:
         body = self._body_parts[0] if len(self._body_parts) == 1 else b"".join(self._body_parts)
         assert self.head is not None
-        self.content = dechunk(body) if self.head.length == CHUNKED else body
+        try:
+            self.content = dechunk(body) if self.head.length == CHUNKED else body
+        except FramingError as error:
+            self.on_failure(Failure.MALFORMED, str(error))
+            return
         self.set_result(self.content)
 
     def on_complete_response(self, head: ResponseHead, content: bytes) -> None:

@@ -4,10 +4,12 @@ import asyncio
 import json
 import socket
 import time
+from functools import partial
 
 import pytest
 
 from fulcrum_router.data_path import downstream as client_module
+from fulcrum_router.data_path.limits import UNFINISHED_SHARE, estimate_parsed_bytes
 from fulcrum_router.http1 import requests as request_module
 from tests.integration.router.fake_engines import (
     DEADLINE_S,
@@ -23,6 +25,10 @@ from tests.integration.router.fake_engines import (
 from tests.waiting import run_pending_tasks, wait_until, wait_until_time
 
 BODY = b'{"model": "m", "prompt": "hello"}'
+
+
+def has_requests(engine: FakeEngine, number: int) -> bool:
+    return len(engine.requests) == number
 
 
 async def send_pieces(
@@ -242,11 +248,11 @@ async def test_a_body_over_the_global_limit_is_rejected_until_others_have_ended(
 
     async with run_router(FakeEngine("p1"), FakeEngine("d1", decode=wait_and_respond)) as world:
         memory = world.server.clients.memory
-        memory.max_bytes = len(build_post(BODY)) + len(BODY)
+        memory.max_bytes = len(build_post(BODY)) + 4 * len(BODY)
         first = asyncio.ensure_future(send_pieces(world, build_post(BODY)))
         await wait_until(lambda: bool(world["d1"].requests), "the first request holds its body")
-        assert memory.held_bytes == len(BODY)
-        large = build_post(json.dumps({"prompt": "x" * len(build_post(BODY))}).encode())
+        assert memory.held_bytes == len(BODY) + estimate_parsed_bytes(BODY)
+        large = build_post(json.dumps({"prompt": "x" * memory.max_bytes}).encode())
         [(status, body)] = await send_pieces(world, large)
         assert (status, json.loads(body)["error"]["message"]) == (
             503,
@@ -321,13 +327,63 @@ async def test_large_bodies_that_come_slowly_leave_room_for_others() -> None:
         for writer in slow:
             writer.write(head + b"x" * 300_000)
         await wait_until(
-            lambda: len(world.server.clients.connections) == 20 and memory.held_bytes > 600_000,
+            lambda: len(world.server.clients.connections) == 20 and memory.held_bytes > 250_000,
             "much is held",
         )
+        assert memory.unfinished_bytes <= memory.max_bytes * UNFINISHED_SHARE
         assert statuses(await send_pieces(world, build_post(BODY))) == [200]
         for writer in slow:
             writer.transport.abort()
         await wait_until(lambda: memory.held_bytes == 0, "nothing is held")
+
+
+async def test_small_bodies_that_come_slowly_leave_room_for_others() -> None:
+    async with run_router(FakeEngine("p1"), FakeEngine("d1")) as world:
+        clients, memory = world.server.clients, world.server.clients.memory
+        memory.max_bytes = 1_000_000
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 60000\r\n\r\n"
+        slow = [(await asyncio.open_connection("127.0.0.1", world.port))[1] for _ in range(20)]
+        for writer in slow:
+            writer.write(head + b"x" * 59_000)
+        await wait_until(lambda: memory.refusals > 0, "no more is held")
+        assert statuses(await send_pieces(world, build_post(BODY))) == [200]
+        for writer in slow:
+            writer.transport.abort()
+        await wait_until(lambda: not clients.connections, "all are closed")
+        assert (memory.held_bytes, memory.unfinished_bytes) == (0, 0)
+
+
+async def test_a_request_whose_parsed_values_exceed_the_limit_is_rejected() -> None:
+    async with run_router(FakeEngine("p1"), FakeEngine("d1")) as world:
+        memory = world.server.clients.memory
+        memory.max_bytes = 5_000_000
+        ids, text = {"prompt": [1] * 100_000}, {"prompt": "x" * 300_000}
+        posts = [build_post(json.dumps(body, separators=(",", ":")).encode()) for body in (ids, text)]
+        assert statuses(await send_pieces(world, *posts, response_count=2)) == [503, 200]
+        assert (memory.held_bytes, memory.refusals) == (0, 1)
+
+
+async def test_clients_that_do_not_read_are_disconnected_when_their_responses_fill_the_memory() -> None:
+    async def flood(response: ResponseWriter) -> None:
+        await response.start_stream()
+        while True:
+            await response.event("x" * 60_000)
+
+    async with run_router(FakeEngine("p1"), FakeEngine("d1", decode=flood)) as world:
+        clients, memory = world.server.clients, world.server.clients.memory
+        memory.max_bytes = 200_000
+        writers = []
+        for number in range(1, 9):
+            _, writer = await asyncio.open_connection("127.0.0.1", world.port, limit=1)
+            writer.write(build_post(b'{"prompt":"hello","stream":true}'))
+            writers.append(writer)
+            await wait_until(partial(has_requests, world["d1"], number), "the stream began")
+        await wait_until(lambda: len(clients.connections) < 8, "some are disconnected")
+        assert memory.held_bytes <= memory.max_bytes
+        for writer in writers:
+            writer.transport.abort()
+        await wait_until(lambda: not clients.connections, "all are closed")
+        assert memory.held_bytes == 0
 
 
 async def test_a_rejected_client_that_still_sends_can_read_why() -> None:

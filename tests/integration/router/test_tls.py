@@ -3,6 +3,8 @@
 import asyncio
 import datetime
 import ssl
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -12,9 +14,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fulcrum_core.errors import InvalidInput
+from fulcrum_router.background import background_task
 from fulcrum_router.data_path import tls
 from fulcrum_router.data_path.tls import TlsFiles, make_tls_context, reload_certificate
-from fulcrum_router.server import background_task
 from tests.integration.router.fake_engines import DEADLINE_S, FakeEngine, build_post, run_router
 from tests.waiting import wait_until
 
@@ -77,6 +79,10 @@ async def read_serial(port: int, files: TlsFiles) -> int | None:
     return int(certificate["serialNumber"], 16)
 
 
+def _reloading(context: ssl.SSLContext, files: TlsFiles) -> AbstractAsyncContextManager[None]:
+    return background_task(partial(reload_certificate, context, files), name="certificate", failures={})
+
+
 async def test_requests_and_streams_are_served_with_tls(tmp_path: Path) -> None:
     files = write_certificate(tmp_path, serial=1)
     async with (
@@ -113,7 +119,7 @@ async def test_a_renewed_certificate_is_used_without_a_restart(
     monkeypatch.setattr(tls, "RELOAD_INTERVAL_S", 0.02)
     files = write_certificate(tmp_path, serial=1)
     context = make_tls_context(files)
-    async with run_router(tls=context) as world, background_task(reload_certificate(context, files)):
+    async with run_router(tls=context) as world, _reloading(context, files):
         assert await read_serial(world.port, files) == 1
         files = write_certificate(tmp_path, serial=2)
 
@@ -132,7 +138,7 @@ async def test_a_certificate_without_its_key_leaves_the_one_before_in_use(
     trusted = TlsFiles(tmp_path / "trusted.crt", files.key)
     trusted.certificate.write_bytes(files.certificate.read_bytes())
     context, watched = make_tls_context(files), CountedFiles(files.certificate, files.key)
-    async with run_router(tls=context) as world, background_task(reload_certificate(context, watched)):
+    async with run_router(tls=context) as world, _reloading(context, watched):
         assert await read_serial(world.port, trusted) == 1
         files.certificate.write_bytes(replacement.certificate.read_bytes())
         await wait_until(lambda: watched.changes_read > 2, "the replaced file is tried")

@@ -11,6 +11,7 @@ from jwt.algorithms import ECAlgorithm, RSAAlgorithm
 
 from fulcrum_core.errors import StoreUnavailable
 from fulcrum_core.router_state import STATE_PORT_AUDIENCE
+from fulcrum_router.background import background_task
 from fulcrum_router.control.auth import (
     CLOCK_LEEWAY_S,
     KEY_MAX_AGE_S,
@@ -19,7 +20,6 @@ from fulcrum_router.control.auth import (
     SharedTokenAuthenticator,
     Unauthorized,
 )
-from fulcrum_router.server import background_task
 from tests.clocks import LoopClock, ManualClock
 from tests.waiting import advance
 
@@ -136,7 +136,7 @@ async def test_an_invalid_token_is_refused_with_its_reason(given: str, reason: s
 async def test_a_key_that_the_api_server_withdrew_is_refused_after_a_minute() -> None:
     server = FakeApiServer("one", "two")
     authenticator = ServiceAccountAuthenticator(server.get_raw, [OPERATOR], clock=LoopClock(NOW_S))
-    async with background_task(authenticator.keep_keys_fresh()):
+    async with background_task(authenticator.keep_keys_fresh, name="keys", failures={}):
         await advance(1.0)
         server.names = ("two",)
         assert await try_authenticate(authenticator, token()) == "accepted"

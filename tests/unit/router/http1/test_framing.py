@@ -4,6 +4,7 @@ import pytest
 
 from fulcrum_router.http1.framing import (
     CHUNKED,
+    MAX_CHUNKS,
     UNTIL_CLOSE,
     ChunkScanner,
     FramingError,
@@ -199,3 +200,17 @@ def test_an_endless_chunk_size_line_raises_framing_error() -> None:
 @pytest.mark.parametrize("body", BODIES, ids=["plain", "with trailers", "with an extension"])
 def test_dechunk_returns_the_content(body: bytes) -> None:
     assert dechunk(body) == b"".join(EVENTS)
+
+
+def test_more_chunks_in_one_read_than_may_be_searched_are_refused() -> None:
+    tiny = b"1\r\na\r\n" * MAX_CHUNKS
+    with pytest.raises(FramingError, match="chunks at once"):
+        ChunkScanner().feed(tiny + b"1\r\na\r\n")
+    with pytest.raises(FramingError, match="buffered whole"):
+        dechunk(tiny + b"0\r\n\r\n")
+
+
+def test_an_event_stream_that_fills_a_read_is_not_refused() -> None:
+    event = frame_chunk(b'data: {"a":1}\n\n')
+    events = event * (262_144 // len(event))
+    assert ChunkScanner().feed(events) == len(events)
