@@ -55,16 +55,16 @@ OPERATOR_PERMISSIONS = (
         for verb in ("create", "list", "patch", "watch")
         for kind in ("pdpools", "pdassignments", "pdinstances")
     ),
-    *(Permission("delete", kind) for kind in ("pdpools", "pdinstances")),
+    *(Permission("delete", kind) for kind in ("pdpools", "pdassignments", "pdinstances")),
     *(Permission("patch", kind, subresource="status") for kind in ("pdservices", "pdpools", "pdinstances")),
     *(Permission(verb, "pods", "") for verb in ("create", "delete", "list", "patch", "watch")),
     *(Permission(verb, "events", "") for verb in ("create", "patch")),
     *(
         Permission(verb, kind, group)
-        for verb in ("create", "list", "patch", "watch")
+        for verb in ("create", "delete", "list", "patch", "watch")
         for kind, group in _CHILD_RESOURCES
     ),
-    *(Permission(verb, "leases", _LEASES) for verb in ("create", "get", "patch")),
+    *(Permission(verb, "leases", _LEASES) for verb in ("create", "delete", "get", "patch")),
 )
 AUTOSCALER_PERMISSIONS = (
     *(

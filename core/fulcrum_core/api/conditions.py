@@ -47,6 +47,8 @@ RECONCILE_FAILED = "ReconcileFailed"
 """The operator cannot bring the service towards its spec; the rest of the status may be outdated."""
 CRDS_OUTDATED = "CRDsOutdated"
 """The CRDs are older than the operator and lack fields that it writes."""
+TEMPLATE_PROBLEM = "TemplateProblem"
+"""A pool's template has settings without effect, or a token that many users may read."""
 RELABEL_NOT_SUPPORTED = "RelabelNotSupported"
 AS_EXPECTED = "AsExpected"
 

@@ -14,14 +14,30 @@ from fulcrum_core.api.meta import ApiModel, cel_rule
 
 _KEY_PATTERN = r"^[-._a-zA-Z0-9]+$"
 
-TOKEN_NAME_PATTERN = r"(?i)(token|secrets?|passwords?|passwd|key)([-._]|$)"
-"""Names of variables that hold tokens, such as HF_TOKEN; not TOKENIZERS_PARALLELISM."""
-NO_TOKEN_PATTERN = r"(?i)(|true|false|yes|no|on|off|[0-9]{1,4}|/.*)"
-"""Whole values of such a variable that are no token: a switch, a small number, a path."""
-HUB_TOKEN_PATTERN = r"(^|[^A-Za-z0-9])hf_[A-Za-z0-9]{8}"
+TOKEN_NAME_PATTERN = (
+    r"(?i)(token|secrets?|passwords?|passwd|passphrase|"
+    r"(api|access|secret|private|auth|account|signing|encryption)[-._]?key)$"
+)
+"""Names of variables that hold tokens, such as HF_TOKEN; not VLLM_MAX_TOKEN_BUDGET or SORT_KEY."""
+NO_TOKEN_PATTERN = (
+    r"(?i)(|true|false|yes|no|on|off|auto|none|[0-9]+(\.[0-9]+)?|/.*|<.*>|.*\$\([-._a-zA-Z0-9]+\).*)"
+)
+"""Whole values of such a variable that are no token: a switch, a number, a path, `<pad>`, `$(VARIABLE)`."""
+HUB_TOKEN_PATTERN = r"(^|[^A-Za-z0-9])hf_[A-Za-z0-9]{30}"
 """A token of the Hugging Face hub, anywhere in a text."""
-_TOKEN_NAME, _NO_TOKEN, _HUB_TOKEN = map(
-    re.compile, (TOKEN_NAME_PATTERN, NO_TOKEN_PATTERN, HUB_TOKEN_PATTERN)
+KEY_ARGUMENT_PATTERN = r"^--api[-_]key(=.*)?$"
+"""An argument that is a key of the engine, or is followed by one."""
+REFERENCE_ARGUMENT_PATTERN = r"^[^=]*=\$\([-._a-zA-Z0-9]+\)$"
+"""An argument whose value is that of a variable."""
+_TOKEN_NAME, _NO_TOKEN, _HUB_TOKEN, _KEY_ARGUMENT, _REFERENCE_ARGUMENT = map(
+    re.compile,
+    (
+        TOKEN_NAME_PATTERN,
+        NO_TOKEN_PATTERN,
+        HUB_TOKEN_PATTERN,
+        KEY_ARGUMENT_PATTERN,
+        REFERENCE_ARGUMENT_PATTERN,
+    ),
 )
 
 TOKEN_LITERAL_MESSAGE = (
@@ -31,6 +47,10 @@ TOKEN_LITERAL_MESSAGE = (
 TOKEN_ARGUMENT_MESSAGE = (
     "has a token in engine.args: keep it in a Secret, add a variable with valueFrom to engine.env and write "
     "$(VARIABLE) in the argument"
+)
+KEY_ARGUMENT_MESSAGE = (
+    "has --api-key in engine.args: keep the key in a Secret and add the variable VLLM_API_KEY with valueFrom "
+    "to engine.env, or write --api-key=$(VARIABLE)"
 )
 
 
@@ -118,11 +138,21 @@ class EnvVar(ApiModel):
         return self
 
 
-def looks_like_token(variable: EnvVar) -> bool:
-    """Whether the variable's literal value is probably a token."""
-    if _HUB_TOKEN.search(variable.value):
+def looks_like_token(name: str, value: str) -> bool:
+    """Whether a variable's literal value is probably a token."""
+    if _HUB_TOKEN.search(value):
         return True
-    return bool(_TOKEN_NAME.search(variable.name)) and not _NO_TOKEN.fullmatch(variable.value)
+    return bool(_TOKEN_NAME.search(name)) and not _NO_TOKEN.fullmatch(value)
+
+
+def find_token_argument(args: Iterable[str]) -> str | None:
+    """The message about the first argument that contains a token or a key; None if there is none."""
+    for argument in args:
+        if _HUB_TOKEN.search(argument):
+            return TOKEN_ARGUMENT_MESSAGE
+        if _KEY_ARGUMENT.search(argument) and not _REFERENCE_ARGUMENT.search(argument):
+            return KEY_ARGUMENT_MESSAGE
+    return None
 
 
 def check_no_tokens(env: Iterable[EnvVar], args: Iterable[str]) -> None:
@@ -132,25 +162,35 @@ def check_no_tokens(env: Iterable[EnvVar], args: Iterable[str]) -> None:
         TokenLiteral: for the first one; the message names it without its value.
     """
     for variable in env:
-        if looks_like_token(variable):
+        if looks_like_token(variable.name, variable.value):
             raise TokenLiteral(f"{TOKEN_LITERAL_MESSAGE} (variable {variable.name})")
-    if any(_HUB_TOKEN.search(argument) for argument in args):
-        raise TokenLiteral(TOKEN_ARGUMENT_MESSAGE)
+    if message := find_token_argument(args):
+        raise TokenLiteral(message)
 
 
-def cel_no_tokens(engine: str) -> list[JsonValue]:
-    """CEL rules of `check_no_tokens`, where `engine` is the path of the engine in the validated object."""
+def cel_no_tokens() -> dict[str, JsonValue]:
+    """CEL rules of `check_no_tokens`, for the schema of an engine.
+
+    They are rules of the engine alone, so that the API server applies them only to changes of the engine
+    (CRD validation ratcheting): a service from before a rule can still be scaled.
+    """
     variable = (
         f"e.value.matches('{HUB_TOKEN_PATTERN}') || "
-        f"(e.name.matches('{TOKEN_NAME_PATTERN}') && !e.value.matches('^{NO_TOKEN_PATTERN}$'))"
+        f"(e.name.matches('{TOKEN_NAME_PATTERN}') && !e.value.matches('^{_in_cel(NO_TOKEN_PATTERN)}$'))"
     )
-    return [
+    key = f"a.matches('{KEY_ARGUMENT_PATTERN}') && !a.matches('{_in_cel(REFERENCE_ARGUMENT_PATTERN)}')"
+    no_token = f"self.args.all(a, !a.matches('{HUB_TOKEN_PATTERN}'))"
+    rules: list[JsonValue] = [
         {
-            "rule": f"!has({engine}.env) || {engine}.env.all(e, !has(e.value) || !({variable}))",
+            "rule": f"!has(self.env) || self.env.all(e, !has(e.value) || !({variable}))",
             "message": TOKEN_LITERAL_MESSAGE,
         },
-        {
-            "rule": f"!has({engine}.args) || {engine}.args.all(a, !a.matches('{HUB_TOKEN_PATTERN}'))",
-            "message": TOKEN_ARGUMENT_MESSAGE,
-        },
+        {"rule": f"!has(self.args) || {no_token}", "message": TOKEN_ARGUMENT_MESSAGE},
+        {"rule": f"!has(self.args) || self.args.all(a, !({key}))", "message": KEY_ARGUMENT_MESSAGE},
     ]
+    return {"x-kubernetes-validations": rules}
+
+
+def _in_cel(pattern: str) -> str:
+    """The pattern inside a CEL string, where a backslash is written twice."""
+    return pattern.replace("\\", "\\\\")

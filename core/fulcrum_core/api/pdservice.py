@@ -3,7 +3,7 @@
 import re
 from typing import ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, model_validator
+from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, ValidationInfo, model_validator
 
 from fulcrum_core.api.engine import (
     Connector,
@@ -11,13 +11,24 @@ from fulcrum_core.api.engine import (
     KvTransferSpec,
     ModelSourceSpec,
 )
-from fulcrum_core.api.env import cel_no_tokens, check_no_tokens
-from fulcrum_core.api.meta import ApiModel, Condition, Duration, PrinterColumn, Resource, Time, cel_rule
+from fulcrum_core.api.env import TokenLiteral, cel_no_tokens, check_no_tokens
+from fulcrum_core.api.meta import (
+    EXTERNAL_INPUT,
+    ApiModel,
+    Condition,
+    Duration,
+    PrinterColumn,
+    Resource,
+    Time,
+    cel_rule,
+)
 from fulcrum_core.api.pdassignment import Floors
 from fulcrum_core.api.pdinstance import ConfigExcerpt
 from fulcrum_core.api.pdpool import Bounds, EngineSpec, InstanceShapeSpec, PoolRole
+from fulcrum_core.api.pod_template import find_template_problems
 from fulcrum_core.api.qostier import SloSpec
-from fulcrum_core.values import AutoscalingMode, DispatchMode
+from fulcrum_core.api.router import RouterSpec
+from fulcrum_core.values import AutoscalingMode
 
 DEFAULT_INSTANCES = 2
 
@@ -228,57 +239,6 @@ class DisruptionSpec(ApiModel):
     )
 
 
-class TimeoutsSpec(ApiModel):
-    """Longest waits of the router for an engine."""
-
-    connect: Duration = Field(default=1.0, gt=0, description="Longest wait for a connection (default 1s).")
-    prefill: Duration = Field(
-        default=60.0, gt=0, description="Longest wait for the response of a prefill leg (default 60s)."
-    )
-    first_byte: Duration = Field(
-        default=60.0,
-        gt=0,
-        description="Longest wait for the first byte of a stream; a whole response may take 0.5 s more for "
-        "each output token, as long as its engine computes (default 60s).",
-    )
-    idle: Duration = Field(
-        default=60.0,
-        gt=0,
-        description="Longest pause between two reads of a stream, not counting a slow client (default 60s).",
-    )
-
-
-class DispatchSpec(ApiModel):
-    """Where requests wait for prefill."""
-
-    mode: DispatchMode = Field(
-        default=DispatchMode.DIRECT,
-        description="Direct: a request goes to a prefill instance at once and waits in its engine. Queue: it "
-        "waits in the router until an instance is about to run out of work (default Direct).",
-    )
-    # 0.5 s covers what passes between the end of a prompt and the start of the next one that the router sends
-    # only then: the network and the engine's tokeniser (some 10 ms), the waiting room's check every 0.1 s,
-    # and the error of the prediction (20 % of a prompt of 2 s). An engine step takes as long: 8,192 prompt
-    # tokens in 0.3 s to 0.5 s on common accelerators, and an engine fills a step from what it has.
-    prefill_ahead: Duration = Field(
-        default=0.5,
-        gt=0,
-        description="With Queue: prefill work from which an instance gets no more. It covers the way of the "
-        "next prompt to the engine and the error of predictions (default 500ms).",
-    )
-
-
-class RouterSpec(ApiModel):
-    """How requests are routed."""
-
-    dispatch: DispatchSpec = Field(
-        default_factory=DispatchSpec, description="Where requests wait for prefill."
-    )
-    timeouts: TimeoutsSpec = Field(
-        default_factory=TimeoutsSpec, description="Longest waits of the router for an engine."
-    )
-
-
 class PDServiceSpec(ApiModel):
     """A model served by prefill and decode instances."""
 
@@ -292,7 +252,6 @@ class PDServiceSpec(ApiModel):
                 {"rule": _FLOORS_OF_COUNT, "message": FLOORS_TOO_HIGH_MESSAGE},
                 {"rule": _FLOORS_OF_DEFAULT, "message": FLOORS_TOO_HIGH_MESSAGE},
                 {"rule": _KV_CACHE_NEEDS_LMCACHE, "message": KV_CACHE_NEEDS_LMCACHE_MESSAGE},
-                *cel_no_tokens("self.engine"),
             ]
         }
     )
@@ -307,7 +266,11 @@ class PDServiceSpec(ApiModel):
         le=1024,
         description="Short form: one Flexible pool of this size; excludes pools (neither: 2 instances).",
     )
-    engine: EngineSpec = Field(default_factory=EngineSpec, description="The engine that every instance runs.")
+    engine: EngineSpec = Field(
+        default_factory=EngineSpec,
+        description="The engine that every instance runs.",
+        json_schema_extra=cel_no_tokens(),
+    )
     slo: ServiceSloSpec = Field(
         default_factory=ServiceSloSpec, description="Latency objectives of the service."
     )
@@ -367,9 +330,21 @@ class PDServiceSpec(ApiModel):
         return self
 
     @model_validator(mode="after")
-    def _check_no_tokens(self) -> Self:
-        check_no_tokens(self.engine.env, self.engine.args)
+    def _check_new_input(self, info: ValidationInfo) -> Self:
+        """Refuse tokens and settings without effect in manifests; stored objects are reported instead."""
+        if info.context == EXTERNAL_INPUT:
+            check_no_tokens(self.engine.env, self.engine.args)
+            for problem in self.find_template_problems():
+                raise TokenLiteral(problem)
         return self
+
+    def find_template_problems(self) -> tuple[str, ...]:
+        """What the pools' templates contain that has no effect or belongs into a Secret, for people."""
+        return tuple(
+            f"pool {pool.name}: template: {problem}"
+            for pool in self.resolve_pools()
+            for problem in find_template_problems(pool.template or {})
+        )
 
     def resolve_pools(self) -> tuple[PoolSpec, ...]:
         """The pools; the short form `instances` becomes one Flexible pool called `flex`."""

@@ -378,7 +378,8 @@ def _with_waiting(cause: FailureCause, name: _Name, waiting: Mapping[_Name, _Nam
         held = ["all engines"]
     if not held:
         return cause
-    return FailureCause(cause.reason, f"{cause.message}; not made until then: {', '.join(held)}")
+    message = f"{cause.message}; not made until then: {', '.join(held)}"
+    return FailureCause(cause.reason, message, cause.identity)
 
 
 def hash_child(child: Object) -> str:

@@ -54,10 +54,6 @@ A false alarm costs a restart, and waiting longer than a restart takes gains not
 HUNG_GRACE_S = 1
 """Grace period of a hung engine: it does not drain. The kubelet adds two seconds to a preStop hook."""
 
-_IPC_LOCK_RULE = (
-    "has no effect: Linux gives capabilities only to root; set runAsUser: 0 and runAsNonRoot: false in the "
-    "container's securityContext, or raise the memlock limit of the nodes' container runtime instead"
-)
 SIMULATED_REQUESTS = {"cpu": "100m", "memory": "64Mi"}
 """Resource requests of a simulated engine: without them it would starve on a busy node."""
 
@@ -86,7 +82,6 @@ def engine_pod(
     }
     pod = apply_template(manifest, instance.spec.template or {})
     _keep_tolerations(pod, manifest["spec"].get("tolerations", []))
-    _check_capabilities(pod)
     metadata = _require_map(pod.get("metadata"), "metadata")
     labels = {**_require_map(metadata.get("labels"), "metadata.labels"), **manifest["metadata"]["labels"]}
     pod["metadata"] = {**metadata, **manifest["metadata"], "labels": labels}
@@ -100,23 +95,6 @@ def _keep_tolerations(pod: dict[str, Any], ours: list[dict[str, Any]]) -> None:
         spec["tolerations"] = [*given, *(toleration for toleration in ours if toleration not in given)]
         if not spec["tolerations"]:
             del spec["tolerations"]
-
-
-def _check_capabilities(pod: dict[str, Any]) -> None:
-    """Refuse IPC_LOCK without root: Linux gives a capability only to processes of root."""
-    spec = pod.get("spec")
-    if not isinstance(spec, dict):
-        return
-    context = spec.get("securityContext")
-    pod_user = context.get("runAsUser") if isinstance(context, dict) else None
-    containers = spec.get("containers")
-    for container in containers if isinstance(containers, list) else ():
-        own = container.get("securityContext") if isinstance(container, dict) else None
-        capabilities = own.get("capabilities") if isinstance(own, dict) else None
-        added = capabilities.get("add") if isinstance(capabilities, dict) else None
-        user = own.get("runAsUser", pod_user) if isinstance(own, dict) else pod_user
-        if isinstance(added, list) and "IPC_LOCK" in added and user not in (0, None):
-            raise InvalidInput("template: capability IPC_LOCK", f"user {user}", _IPC_LOCK_RULE)
 
 
 def _require_map(value: object, path: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The operator works on CRDs of its last two schema versions and of a later one."""
 
 import copy
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from fulcrum_core.api.env import KEY_ARGUMENT_MESSAGE
 from tests.kubernetes.conftest import StartCluster
 from tests.kubernetes.control_plane.operator_process import (
     FakeKubelet,
@@ -103,3 +105,39 @@ def test_an_older_operator_serves_on_newer_crds_and_keeps_their_fields(
     ]
     assert kept == ["mine", "mine"]
     assert "reconcile failed" not in operator.log.read_text()
+
+
+def without_rules(crd: dict[str, Any]) -> dict[str, Any]:
+    earlier = copy.deepcopy(crd)
+    spec = earlier["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    del spec["properties"]["engine"]["x-kubernetes-validations"]
+    return earlier
+
+
+def test_a_service_from_before_a_rule_can_be_scaled_and_gets_no_more_tokens(
+    bare_cluster: Cluster, tmp_path: Path
+) -> None:
+    crd = yaml.safe_load((ROOT / "crds" / "pdservices.yaml").read_text())
+    earlier = tmp_path / "crds.yaml"
+    earlier.write_text(yaml.safe_dump(without_rules(crd)))
+    apply_manifest(bare_cluster, earlier)
+    api = NamespaceClient(bare_cluster, "default")
+    engine = {"type": "Simulated", "env": [{"name": "HF_TOKEN", "value": "abcdef"}], "args": ["--api-key=a"]}
+    api.service(instances=2, engine=engine)
+    apply_manifest(bare_cluster, ROOT / "crds" / "pdservices.yaml")
+    api.patch("pdservices", "chat", {"spec": {"instances": 3}})
+    api.patch("pdservices", "chat", {"status": {"ready": "2/3"}}, status=True)
+    more = {"args": ["--api-key=b"]}
+    wait_until(lambda: refusal(api, more) == KEY_ARGUMENT_MESSAGE, "the new rule to hold")
+    assert api.get("pdservices", "chat")["spec"]["instances"] == 3
+
+
+def refusal(api: NamespaceClient, engine: dict[str, Any]) -> str:
+    """Our message about a change of the engine that the API server refuses; empty if it is accepted."""
+    body = {"metadata": {"name": "other"}, "spec": {"model": "m", "engine": engine}}
+    head = {"apiVersion": "fulcrum.dev/v1alpha1", "kind": "PDService"}
+    try:
+        api.cluster.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps({**head, **body}))
+    except RuntimeError as error:
+        return KEY_ARGUMENT_MESSAGE if KEY_ARGUMENT_MESSAGE in str(error) else str(error)
+    return ""

@@ -9,7 +9,7 @@ import yaml
 
 from fulcrum_core.api import KINDS, PDAssignment, PDService, QoSTier, Resource
 from fulcrum_core.api.crds import build_crd, render_crd
-from fulcrum_core.api.env import TOKEN_ARGUMENT_MESSAGE, TOKEN_LITERAL_MESSAGE
+from fulcrum_core.api.env import KEY_ARGUMENT_MESSAGE, TOKEN_ARGUMENT_MESSAGE, TOKEN_LITERAL_MESSAGE
 from fulcrum_core.api.pdservice import FLOORS_TOO_HIGH_MESSAGE, INVALID_NAME_MESSAGE
 
 JSON_SCHEMA_PROPS = {
@@ -187,9 +187,8 @@ def test_rules_between_fields_are_in_the_schema() -> None:
             FLOORS_TOO_HIGH_MESSAGE,
             FLOORS_TOO_HIGH_MESSAGE,
             "has kvCache, which needs kvTransfer.connector NIXLWithLMCache or LMCache: NIXL keeps no tiers",
-            TOKEN_LITERAL_MESSAGE,
-            TOKEN_ARGUMENT_MESSAGE,
         ],
+        "PDService.spec.engine": [TOKEN_LITERAL_MESSAGE, TOKEN_ARGUMENT_MESSAGE, KEY_ARGUMENT_MESSAGE],
         **{f"{start}.engine.env[*]": ["has both value and valueFrom: write one of them"] for start in starts},
         **{
             f"{start}.engine.env[*].valueFrom": [

@@ -20,6 +20,7 @@ _MOST_SEVERE_FIRST = (
     conditions.ENGINE_START_FAILED,
     *(conditions.UNSCHEDULABLE, conditions.NODE_LOST, conditions.INSTANCE_LOST),
     *(conditions.INSTANCES_FAILED, conditions.RELABEL_NOT_SUPPORTED, conditions.CRDS_OUTDATED),
+    conditions.TEMPLATE_PROBLEM,
 )
 """The condition gets the first of these reasons that was found."""
 
@@ -70,10 +71,12 @@ def describe_causes(causes: tuple[FailureCause, ...]) -> str:
 
 
 def find_problems(observed: Observed) -> tuple[FailureCause, ...]:
-    """What the last reconcile could not do, and the pools whose names are taken."""
+    """What the last reconcile could not do, pools whose names are taken, and problems of templates."""
     taken, needed = observed.taken_pools, list_pool_names(observed.service)
     pools = (FailureCause(conditions.NAME_TAKEN, taken[name]) for name in needed if name in taken)
-    return (*observed.problems, *pools)
+    found = observed.service.spec.find_template_problems()
+    templates = (FailureCause(conditions.TEMPLATE_PROBLEM, problem) for problem in found)
+    return (*observed.problems, *pools, *templates)
 
 
 def _find_in_rollouts(views: tuple[PoolView, ...]) -> Iterator[FailureCause]:

@@ -1,0 +1,57 @@
+"""Settings of a service's routers: waits for engines, and where requests wait for prefill."""
+
+from pydantic import Field
+
+from fulcrum_core.api.meta import ApiModel, Duration
+from fulcrum_core.values import DispatchMode
+
+
+class TimeoutsSpec(ApiModel):
+    """Longest waits of the router for an engine."""
+
+    connect: Duration = Field(default=1.0, gt=0, description="Longest wait for a connection (default 1s).")
+    prefill: Duration = Field(
+        default=60.0, gt=0, description="Longest wait for the response of a prefill leg (default 60s)."
+    )
+    first_byte: Duration = Field(
+        default=60.0,
+        gt=0,
+        description="Longest wait for the first byte of a stream; a whole response may take 0.5 s more for "
+        "each output token, as long as its engine computes (default 60s).",
+    )
+    idle: Duration = Field(
+        default=60.0,
+        gt=0,
+        description="Longest pause between two reads of a stream, not counting a slow client (default 60s).",
+    )
+
+
+class DispatchSpec(ApiModel):
+    """Where requests wait for prefill."""
+
+    mode: DispatchMode = Field(
+        default=DispatchMode.DIRECT,
+        description="Direct: a request goes to a prefill instance at once and waits in its engine. Queue: it "
+        "waits in the router until an instance is about to run out of work (default Direct).",
+    )
+    # 0.5 s covers what passes between the end of a prompt and the start of the next one that the router sends
+    # only then: the network and the engine's tokeniser (some 10 ms), the waiting room's check every 0.1 s,
+    # and the error of the prediction (20 % of a prompt of 2 s). An engine step takes as long: 8,192 prompt
+    # tokens in 0.3 s to 0.5 s on common accelerators, and an engine fills a step from what it has.
+    prefill_ahead: Duration = Field(
+        default=0.5,
+        gt=0,
+        description="With Queue: prefill work from which an instance gets no more. It covers the way of the "
+        "next prompt to the engine and the error of predictions (default 500ms).",
+    )
+
+
+class RouterSpec(ApiModel):
+    """How requests are routed."""
+
+    dispatch: DispatchSpec = Field(
+        default_factory=DispatchSpec, description="Where requests wait for prefill."
+    )
+    timeouts: TimeoutsSpec = Field(
+        default_factory=TimeoutsSpec, description="Longest waits of the router for an engine."
+    )
