@@ -17,8 +17,8 @@ from aiohttp import web
 from fulcrum_cluster.client import ClusterClient, open_cluster
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.process import bind_socket
-from fulcrum_core.api.pdservice import TimeoutsSpec
 from fulcrum_core.api.qostier import SloSpec
+from fulcrum_core.api.router import TimeoutsSpec
 from fulcrum_router.background import background_task
 from fulcrum_router.control.auth import Authenticator, ServiceAccountAuthenticator, SharedTokenAuthenticator
 from fulcrum_router.control.failover import Failover, RouterEndpoint

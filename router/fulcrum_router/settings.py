@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
-from fulcrum_core.api.pdservice import PDService, TimeoutsSpec
+from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.api.qostier import QoSTier
+from fulcrum_core.api.router import TimeoutsSpec
 from fulcrum_core.values import AutoscalingMode, DispatchMode, Slo
 
 DEFAULT_TIER = "default"

@@ -16,7 +16,7 @@ import pytest
 
 from fulcrum_cli.local.engines import find_free_ports
 from fulcrum_cluster.process import bind_socket
-from fulcrum_core.api.pdservice import TimeoutsSpec
+from fulcrum_core.api.router import TimeoutsSpec
 from fulcrum_core.values import EngineIdentity, Role, Slo
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.kv_transfer.canaries import CanaryScheduler

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fulcrum_core.api.pdassignment import PDAssignmentSpec
-from fulcrum_core.api.pdservice import TimeoutsSpec
+from fulcrum_core.api.router import TimeoutsSpec
 from fulcrum_core.router_state import FlipRequest, RouterState
 from fulcrum_core.values import Slo
 from fulcrum_router.policy import FlipProposal, FlipProposalRules, PairKey, TransferOutcome, TransferPairs

@@ -12,7 +12,8 @@ from typing import TypeVar
 
 from fulcrum_autoscaler.policy import AutoscalingRules
 from fulcrum_core.api.pdassignment import PDAssignmentSpec, RoleAssignment
-from fulcrum_core.api.pdservice import DispatchSpec, PDServiceSpec
+from fulcrum_core.api.pdservice import PDServiceSpec
+from fulcrum_core.api.router import DispatchSpec
 from fulcrum_core.assignment import AssignmentRules
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.profiles import EngineProfile

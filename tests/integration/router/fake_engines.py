@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fulcrum_cluster.process import bind_socket
-from fulcrum_core.api.pdservice import TimeoutsSpec
+from fulcrum_core.api.router import TimeoutsSpec
 from fulcrum_core.values import EngineIdentity, Role, Slo
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.router import Router

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from fulcrum_core.api.pdservice import TimeoutsSpec
+from fulcrum_core.api.router import TimeoutsSpec
 from fulcrum_router.data_path.downstream import STALLED_CLIENT_TIMEOUT_S
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1.upstream import REUSE_RACE_S
