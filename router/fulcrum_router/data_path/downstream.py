@@ -12,9 +12,10 @@ from typing import cast
 
 from fulcrum_router.control import router_endpoints
 from fulcrum_router.data_path.exchange import Exchange
+from fulcrum_router.data_path.http10 import UnchunkedDownstream
 from fulcrum_router.data_path.limits import estimate_parsed_bytes, find_max_connections
 from fulcrum_router.data_path.pass_through import PASS_THROUGH_PATHS, PassThrough
-from fulcrum_router.data_path.request import ClientRequest
+from fulcrum_router.data_path.request import ClientRequest, Downstream
 from fulcrum_router.http1 import responses
 from fulcrum_router.http1.requests import FULL, Rejection, Request, RequestReader
 from fulcrum_router.router import Router
@@ -304,7 +305,10 @@ class ClientConnection(asyncio.Protocol):
             router.counters.unknown_tiers += 1
         self._request = client_request
         kind = Exchange if request.path in _COMPLETION_PATHS else PassThrough
-        self._exchange = kind(router, settings, self, client_request)
+        downstream: Downstream = self
+        if request.http_version == b"1.0":
+            client_request.keep_alive, downstream = False, UnchunkedDownstream(self)
+        self._exchange = kind(router, settings, downstream, client_request)
         self._exchange.start()
 
     def _end(self) -> None:
@@ -399,7 +403,6 @@ def _build_client_request(request: Request, router: Router) -> ClientRequest:
         request_id or router.make_request_id(),
         None if tier is None else tier.decode("latin-1"),
         _build_trace_headers(headers) if b"traceparent" in headers else b"",
-        request.http_version,
         request.keep_alive,
     )
 

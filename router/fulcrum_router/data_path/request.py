@@ -48,16 +48,14 @@ class ClientRequest:
     """Value of `x-customer-tier`."""
     trace_headers: bytes
     """Header lines of the W3C trace context."""
-    http_version: bytes
-    """`1.0` or `1.1`. Legs use the same version, since an HTTP/1.0 client cannot read chunks."""
     keep_alive: bool
 
     def build_leg_head(self, address: bytes, body_bytes: int) -> bytes:
         """Build the request head of a leg whose body has `body_bytes` bytes."""
         return (
-            b"POST %b HTTP/%b\r\nhost: %b\r\ncontent-type: application/json\r\n"
+            b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n"
             b"x-request-id: %b\r\n%bcontent-length: %d\r\n\r\n"
-        ) % (self.path, self.http_version, address, self.request_id, self.trace_headers, body_bytes)
+        ) % (self.path, address, self.request_id, self.trace_headers, body_bytes)
 
 
 class EarlyResponse(Exception):
@@ -116,8 +114,7 @@ class ServedRequest:
     def admit(self, body: RequestBody) -> Journey[Instance]:
         """Begin the journey of the request, whose body was parsed."""
         self.body = body
-        # An HTTP/1.0 stream has no chunks: its usage could not be removed.
-        self.adds_usage = self.client.http_version != b"1.0" and is_stream_without_usage(body)
+        self.adds_usage = is_stream_without_usage(body)
         slo, router = self.tier.slo, self.router
         work = Work(
             body.prompt_id_count + router.tokens_per_byte.predict_tokens(body.prompt_bytes),

@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 
 from fulcrum_router.http1.json_limits import InvalidBody, parse_limited_object
+from fulcrum_router.http1.lax_bools import parse_lax_bool
 from fulcrum_router.http1.output_limits import count_choices
 from fulcrum_router.policy.estimate import measure_prompt
 from fulcrum_router.policy.journey import LocalPrefillReason
@@ -88,6 +89,8 @@ def parse_request_body(raw: bytes, priority: int) -> RequestBody:
         InvalidBody: if `raw` is not a JSON object, or exceeds a limit of `json_limits`.
     """
     fields = parse_limited_object(raw)
+    if _normalise_bools(fields):
+        raw = orjson.dumps(fields)
     if not _RESPECIFIED_FIELDS.isdisjoint(fields):
         _drop_reserved_fields(fields)
         raw = orjson.dumps(fields)
@@ -100,6 +103,29 @@ def parse_request_body(raw: bytes, priority: int) -> RequestBody:
     size, ids = measure_prompt(fields)
     reason = _find_local_prefill_reason(fields)
     return RequestBody(raw, fields, size, ids, reason, count_choices(fields) if reason in _SEVERAL else 1)
+
+
+def _normalise_bools(fields: dict[str, Any]) -> bool:
+    """Replace values that vLLM reads as booleans by these; return whether there are any.
+
+    Raises:
+        InvalidBody: for a value that is none.
+    """
+    options = fields.get("stream_options")
+    has_changed = "stream" in fields and _normalise_bool(fields, "stream")
+    if type(options) is dict and "include_usage" in options:
+        has_changed |= _normalise_bool(options, "include_usage")
+    return has_changed
+
+
+def _normalise_bool(fields: dict[str, Any], name: str) -> bool:
+    value = fields[name]
+    if value is None or type(value) is bool:
+        return False
+    fields[name] = parsed = parse_lax_bool(value)
+    if parsed is None:
+        raise InvalidBody(f"{name} is neither true nor false")
+    return True
 
 
 def _drop_reserved_fields(fields: dict[str, Any]) -> None:

@@ -228,6 +228,39 @@ def dechunk(framed: bytes) -> bytes:
     raise FramingError(f"more than {MAX_CHUNKS} chunks in a response that is buffered whole")
 
 
+class ChunkDecoder:
+    """Takes the content out of a chunked body in arbitrary pieces, whose framing was checked before."""
+
+    __slots__ = ("_partial_line", "_remaining_bytes", "done")
+
+    def __init__(self) -> None:
+        self._remaining_bytes = 0  # of the current chunk, its CRLF included
+        self._partial_line = b""
+        self.done = False
+        """Whether the last chunk was read; trailers may follow."""
+
+    def feed(self, data: bytes) -> bytes:
+        """Return the content in the next piece of the body."""
+        parts: list[bytes] = []
+        position, size = 0, len(data)
+        while position < size and not self.done:
+            if self._remaining_bytes:
+                taken = min(self._remaining_bytes, size - position)
+                content_bytes = max(0, self._remaining_bytes - 2)
+                parts.append(data[position : position + min(taken, content_bytes)])
+                self._remaining_bytes -= taken
+                position += taken
+                continue
+            end = data.find(b"\n", position)
+            if end < 0:
+                self._partial_line += data[position:]
+                break
+            line, self._partial_line = self._partial_line + data[position:end], b""
+            length, position = _parse_chunk_size(line), end + 1
+            self._remaining_bytes, self.done = length + 2, length == 0
+        return b"".join(parts)
+
+
 def find_chunks(framed: bytes) -> Iterator[tuple[int, int, int]]:
     """Yield the offsets (content start, content end, chunk end) of each chunk but the empty last one."""
     position = 0

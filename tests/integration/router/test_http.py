@@ -116,6 +116,24 @@ async def test_an_http_1_0_client_gets_an_unchunked_response() -> None:
         assert response.endswith(b"\r\n\r\ndata: one\n\ndata: [DONE]\n\n")
 
 
+async def test_a_stream_of_an_http_1_0_client_is_counted_as_any_other_and_has_no_chunks() -> None:
+    usage = '{"choices":[],"usage":{"prompt_tokens":3,"total_tokens":5,"completion_tokens":2}}'
+
+    async def stream_with_usage(response: ResponseWriter) -> None:
+        assert response.request.body["stream_options"] == {"include_usage": True}
+        await response.start_stream()
+        for event in ('{"choices":[{"text":"a"}]}', usage, "[DONE]"):
+            await response.event(event)
+        await response.raw(b"0\r\n\r\n")
+
+    async with run_router(FakeEngine("p1"), FakeEngine("d1", decode=stream_with_usage)) as world:
+        response = await read_until_closed(world, build_post(b'{"prompt":"a","stream":"on"}', version="1.0"))
+        head, _, body = response.partition(b"\r\n\r\n")
+        assert body == b'data: {"choices":[{"text":"a"}]}\n\ndata: [DONE]\n\n'
+        assert (b"transfer-encoding" in head, b"connection: close" in head) == (False, True)
+        assert world.router.counters.output_tokens == 2
+
+
 async def test_expect_100_continue_gets_an_interim_response_before_the_body() -> None:
     reading = build_post(BODY, "Expect: 100-continue")
     head, body = reading[: -len(BODY)], reading[-len(BODY) :]

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import orjson
 import pytest
 
 from fulcrum_router.http1.bodies import (
@@ -11,10 +12,12 @@ from fulcrum_router.http1.bodies import (
     PrefillResponse,
     build_decode_body,
     build_prefill_body,
+    is_stream_without_usage,
     parse_prefill_response,
     parse_request_body,
 )
 from fulcrum_router.http1.json_limits import InvalidBody
+from fulcrum_router.http1.output_limits import is_stream
 
 KV_TRANSFER_PARAMS: dict[str, Any] = {
     "do_remote_prefill": True,
@@ -185,3 +188,24 @@ def test_a_prefill_response_gives_kv_transfer_params_or_names_the_problem(
     body: bytes, expected: PrefillResponse
 ) -> None:
     assert parse_prefill_response(body, "10.0.0.1") == expected
+
+
+@pytest.mark.parametrize("stream", [1, 1.0, "true", "Yes", "on", "T"])
+def test_what_an_engine_reads_as_a_stream_is_one(stream: object) -> None:
+    raw = orjson.dumps({"prompt": "a", "stream": stream, "stream_options": {"include_usage": "false"}})
+    request = parse_request_body(raw, 0)
+    assert is_stream_without_usage(request)
+    sent = orjson.loads(build_decode_body(request, None, include_usage=True))
+    assert sent == {"prompt": "a", "stream": True, "stream_options": {"include_usage": True}}
+
+
+@pytest.mark.parametrize("stream", [0, 0.0, "false", "NO", None, False])
+def test_what_an_engine_reads_as_no_stream_is_none(stream: object) -> None:
+    request = parse_request_body(orjson.dumps({"prompt": "a", "stream": stream}), 0)
+    assert (is_stream(request.fields), is_stream_without_usage(request)) == (False, False)
+
+
+@pytest.mark.parametrize("fields", [{"stream": "maybe"}, {"stream": 2}, {"stream": []}])
+def test_a_stream_that_is_neither_true_nor_false_is_rejected(fields: dict[str, object]) -> None:
+    with pytest.raises(InvalidBody, match="stream is neither true nor false"):
+        parse_request_body(orjson.dumps({"prompt": "a", **fields}), 0)

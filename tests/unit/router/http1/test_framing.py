@@ -1,11 +1,16 @@
 """Framing of engine responses that are read in arbitrary pieces."""
 
+from itertools import pairwise
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fulcrum_router.http1.framing import (
     CHUNKED,
     MAX_CHUNKS,
     UNTIL_CLOSE,
+    ChunkDecoder,
     ChunkScanner,
     FramingError,
     dechunk,
@@ -214,3 +219,14 @@ def test_an_event_stream_that_fills_a_read_is_not_refused() -> None:
     event = frame_chunk(b'data: {"a":1}\n\n')
     events = event * (262_144 // len(event))
     assert ChunkScanner().feed(events) == len(events)
+
+
+@given(st.lists(st.binary(min_size=1, max_size=40), max_size=5), st.lists(st.integers(0, 250), max_size=6))
+def test_the_content_of_chunks_is_found_however_they_are_split(
+    contents: list[bytes], cuts: list[int]
+) -> None:
+    framed = b"".join(frame_chunk(content) for content in contents) + b"0\r\nx: y\r\n\r\n"
+    places = sorted({0, len(framed), *(cut for cut in cuts if cut < len(framed))})
+    decoder = ChunkDecoder()
+    got = b"".join(decoder.feed(framed[a:b]) for a, b in pairwise(places))
+    assert (got, decoder.done) == (b"".join(contents), True)
