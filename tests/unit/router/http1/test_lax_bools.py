@@ -10,27 +10,6 @@ BOOL = TypeAdapter(bool)
 WORDS = st.sampled_from(
     ["0", "1", "on", "off", "t", "f", "true", "false", "y", "n", "yes", "no", "FALSE", "yEs", "2", "ja"]
 )
-    [
-        "0",
-        "1",
-        "on",
-        "off",
-        "t",
-        "f",
-        "true",
-        "false",
-        "y",
-        "n",
-        "yes",
-        "no",
-        "True",
-        "FALSE",
-        "yEs",
-        "tRue",
-        "2",
-        "ja",
-    ]
-)
 
 
 def read_with_pydantic(value: object) -> bool | None:
