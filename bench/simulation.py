@@ -12,11 +12,12 @@ import sys
 import time
 from pathlib import Path
 
+from fulcrum_cli.simulation.report_text import format_report
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Slo
 from fulcrum_simulator.fleet.load import leave_out_overlong, prepare_load
 from fulcrum_simulator.fleet.options import RunOptions, parse_policy
-from fulcrum_simulator.fleet.report import build_report, format_report
+from fulcrum_simulator.fleet.report import build_report
 from fulcrum_simulator.fleet.run import simulate
 from fulcrum_simulator.workload import load_trace
 

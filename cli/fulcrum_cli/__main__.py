@@ -169,8 +169,12 @@ def bounds(
 @app.command()
 def simulate(
     trace: Annotated[
-        Path, typer.Option(help="Recorded workload: a file of ours, Azure, BurstGPT, Mooncake or ServeGen.")
-    ],
+        Path | None,
+        typer.Option(help="Recorded workload: a file of ours, Azure, BurstGPT, Mooncake or ServeGen."),
+    ] = None,
+    load: Annotated[
+        str | None, typer.Option(help="Composed workload in place of a recorded one, e.g. phases-200s.")
+    ] = None,
     instances: Annotated[int, typer.Option(help="Number of instances.")] = 8,
     profile: Annotated[str, typer.Option(help="Engine profile: a name or a YAML file.")] = "l70-h100-tp4",
     policy: Annotated[
@@ -183,6 +187,9 @@ def simulate(
         float | None,
         typer.Option(help="Find the highest rate at which this percentage of requests meets the SLO."),
     ] = None,
+    check_rates: Annotated[
+        bool, typer.Option("--check-rates", help="Run eight rates around the found one, too.")
+    ] = False,
     scale: Annotated[float, typer.Option(help="Multiply the arrival rate; bursts keep their length.")] = 1.0,
     speed: Annotated[float, typer.Option(help="Divide all arrival times by this number.")] = 1.0,
     slo_ttft: Annotated[str, typer.Option(help="TTFT objective.")] = "3s",
@@ -207,16 +214,16 @@ def simulate(
         Path | None, typer.Option(help="Draw the run over time into this HTML file; needs fulcrum[plot].")
     ] = None,
 ) -> None:
-    """Simulate a service under a recorded workload in virtual time: an hour takes seconds."""
+    """Simulate a service under a workload in virtual time: an hour takes seconds."""
     from fulcrum_cli.commands.simulate import run
     from fulcrum_cli.simulation.options import parse_options
 
     run(
         parse_options(
-            trace=trace, instances=instances, profile=profile, policy=policy, compare=compare,
-            find_rate=find_rate, scale=scale, speed=speed, slo_ttft=slo_ttft, slo_tpot=slo_tpot, seed=seed,
-            seeds=seeds, state_age=state_age, flip_latency=flip_latency, model_error=model_error,
-            step_noise=step_noise, failures=failures, json=json, plot=plot,
+            trace=trace, load=load, instances=instances, profile=profile, policy=policy, compare=compare,
+            find_rate=find_rate, check_rates=check_rates, scale=scale, speed=speed, slo_ttft=slo_ttft,
+            slo_tpot=slo_tpot, seed=seed, seeds=seeds, state_age=state_age, flip_latency=flip_latency,
+            model_error=model_error, step_noise=step_noise, failures=failures, json=json, plot=plot,
         )
     )  # fmt: skip
 

@@ -1,6 +1,5 @@
 """Parses and checks the options of `fulcrum simulate`, and reads profile and workload, before it runs."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,9 +7,9 @@ from typing import TypedDict, Unpack
 
 from fulcrum_cli.option_values import check_writable, parse_duration_s
 from fulcrum_core.errors import InvalidInput
-from fulcrum_core.profiles import load_profile
+from fulcrum_core.profiles import EngineProfile, load_profile
 from fulcrum_core.values import Slo
-from fulcrum_simulator.fleet.load import leave_out_overlong
+from fulcrum_simulator.fleet.load import ComposedLoad, Load, RecordedLoad, leave_out_overlong
 from fulcrum_simulator.fleet.options import (
     BEST_STATIC,
     ControlOptions,
@@ -19,7 +18,7 @@ from fulcrum_simulator.fleet.options import (
     list_splits,
     parse_policy,
 )
-from fulcrum_simulator.workload import OverlongRequests, WorkloadRequest, load_trace
+from fulcrum_simulator.workload import COMPOSED, OverlongRequests, load_trace
 
 INSTANCES_MAX = 1024
 SEEDS_MAX = 100
@@ -28,12 +27,14 @@ SEEDS_MAX = 100
 class SimulateArguments(TypedDict):
     """The options, as typed."""
 
-    trace: Path
+    trace: Path | None
+    load: str | None
     instances: int
     profile: str
     policy: str
     compare: str | None
     find_rate: float | None
+    check_rates: bool
     scale: float
     speed: float
     slo_ttft: str
@@ -63,13 +64,11 @@ class SimulateOptions:
 
     run: RunOptions
     contenders: tuple[Contender, ...]
-    recorded: Sequence[WorkloadRequest]
-    trace_name: str
+    load: Load
     overlong: OverlongRequests | None
     find_rate_share: float | None
+    check_rates: bool
     seeds: range
-    scale: float
-    speed: float
     json: Path | None
     plot: Path | None
 
@@ -85,9 +84,7 @@ def parse_options(**arguments: Unpack[SimulateArguments]) -> SimulateOptions:
     names = (arguments["compare"] or arguments["policy"]).split(",")
     contenders = tuple(_parse_contender(name.strip(), arguments["instances"]) for name in names)
     profile = load_profile(arguments["profile"])
-    recorded, overlong = leave_out_overlong(load_trace(arguments["trace"]), profile)
-    if not recorded:
-        raise InvalidInput("--trace", arguments["trace"], "has no request that fits the profile's KV cache")
+    load, overlong = _parse_load(arguments, profile)
     find_rate = arguments["find_rate"]
     return SimulateOptions(
         run=RunOptions(
@@ -95,23 +92,41 @@ def parse_options(**arguments: Unpack[SimulateArguments]) -> SimulateOptions:
             instances=arguments["instances"],
             policy=contenders[0].policies[0],
             slo=Slo(
-                _require_duration("--slo-ttft", arguments["slo_ttft"]),
-                _require_duration("--slo-tpot", arguments["slo_tpot"]),
+                parse_duration_s("--slo-ttft", arguments["slo_ttft"]),
+                parse_duration_s("--slo-tpot", arguments["slo_tpot"]),
             ),
             seed=arguments["seed"],
             control=_parse_control(arguments),
         ),
         contenders=contenders,
-        recorded=recorded,
-        trace_name=arguments["trace"].name,
+        load=load,
         overlong=overlong,
         find_rate_share=None if find_rate is None else find_rate / 100,
+        check_rates=arguments["check_rates"],
         seeds=range(arguments["seed"], arguments["seed"] + arguments["seeds"]),
-        scale=arguments["scale"],
-        speed=arguments["speed"],
         json=arguments["json"],
         plot=arguments["plot"],
     )
+
+
+def _parse_load(arguments: SimulateArguments, profile: EngineProfile) -> tuple[Load, OverlongRequests | None]:
+    """Read the recording, or find the composed workload."""
+    trace, name = arguments["trace"], arguments["load"]
+    if (trace is None) == (name is None):
+        raise InvalidInput("--trace", trace, "or --load must be given, and not both")
+    if trace is None:
+        assert name is not None
+        if name not in COMPOSED:
+            raise InvalidInput("--load", name, f"is not one of {', '.join(COMPOSED)}")
+        if arguments["speed"] != 1.0:
+            raise InvalidInput("--speed", arguments["speed"], "is for recordings; --scale changes a rate")
+        return ComposedLoad(name, profile, arguments["scale"]), None
+    recorded, overlong = leave_out_overlong(load_trace(trace), profile)
+    if not recorded:
+        raise InvalidInput("--trace", trace, "has no request that fits the profile's KV cache")
+    if arguments["find_rate"] is not None and recorded[0].arrival_s == recorded[-1].arrival_s:
+        raise InvalidInput("--trace", trace, "has one time of arrival: no rate can be found")
+    return RecordedLoad(trace.name, recorded, arguments["scale"], arguments["speed"]), overlong
 
 
 def _check_numbers(arguments: SimulateArguments) -> None:
@@ -154,15 +169,9 @@ def _parse_contender(name: str, instances: int) -> Contender:
 
 def _parse_control(arguments: SimulateArguments) -> ControlOptions:
     return ControlOptions(
-        state_age_s=_require_duration("--state-age", arguments["state_age"]),
-        flip_latency_s=_require_duration("--flip-latency", arguments["flip_latency"]),
+        state_age_s=parse_duration_s("--state-age", arguments["state_age"]),
+        flip_latency_s=parse_duration_s("--flip-latency", arguments["flip_latency"]),
         model_error=arguments["model_error"],
         step_noise=arguments["step_noise"],
         failures_per_hour=arguments["failures"],
     )
-
-
-def _require_duration(option: str, text: str) -> float:
-    seconds = parse_duration_s(option, text)
-    assert seconds is not None, "the text is not None"
-    return seconds

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from fulcrum_core.errors import InvalidInput
+from fulcrum_simulator.rate_search import find_highest_factor
 from fulcrum_simulator.workload.requests import WorkloadRequest
 
 TOLERANCE = 0.002
@@ -50,30 +51,6 @@ def find_highest_rate(
     def holds(factor: float) -> bool:
         return is_met([arrival_s / factor for arrival_s in arrivals_s])
 
-    return mean_rate(requests) * _find_highest_factor(holds)
-
-
-def _find_highest_factor(holds: Callable[[float], bool]) -> float:
-    low, high = _bracket(holds)
-    if low == 0 or math.isinf(high):
-        return high if low else 0.0
-    while high / low > 1 + TOLERANCE:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
-
-
-def _bracket(holds: Callable[[float], bool]) -> tuple[float, float]:
-    """Return a factor that holds and one, four times as high, that does not; 0 and infinity if none does."""
-    factor = 1.0
-    if holds(factor):
-        while factor < _FACTOR_MAX:
-            if not holds(factor * 4):
-                return factor, factor * 4
-            factor *= 4
-        return factor, math.inf
-    while factor > 1 / _FACTOR_MAX:
-        factor /= 4
-        if holds(factor):
-            return factor, factor * 4
-    return 0.0, factor
+    found = find_highest_factor(holds, bool, precision=1 + TOLERANCE, factors=(1 / _FACTOR_MAX, _FACTOR_MAX))
+    factor = found.factor or 0.0
+    return mean_rate(requests) * (math.inf if factor >= _FACTOR_MAX else factor)

@@ -1,10 +1,17 @@
-"""The arrivals of a run: a recorded workload at another rate, and long enough to be scored."""
+"""The arrivals of a run: a workload at another rate, from 0 on, and long enough to be scored.
+
+A recording is sped up, as in published measurements: its bursts and phases become shorter, too. A composed
+workload gets another rate, and its phases keep their length.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from fulcrum_core.profiles import EngineProfile
 from fulcrum_core.values import Slo
 from fulcrum_simulator.workload import (
+    COMPOSED,
     LengthLimit,
     OverlongRequests,
     WorkloadRequest,
@@ -20,6 +27,45 @@ TTFT_OBJECTIVES_MIN = 50
 """Shortest run: 600 s and 50 times the TTFT objective. In a shorter one a queue has no time to grow."""
 
 
+class Load(Protocol):
+    """A workload whose rate can be multiplied by a factor."""
+
+    @property
+    def name(self) -> str:
+        """Shown to people."""
+
+    def prepare(self, factor: float, *, slo: Slo, seed: int) -> list[WorkloadRequest]:
+        """Return the arrivals at `factor` times the rate. The seed decides all that is random in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedLoad:
+    """A recording whose rate is multiplied by `scale`, with its times divided by `speed` and the factor."""
+
+    name: str
+    requests: Sequence[WorkloadRequest]
+    scale: float = 1.0
+    speed: float = 1.0
+
+    def prepare(self, factor: float, *, slo: Slo, seed: int) -> list[WorkloadRequest]:
+        """See `Load`."""
+        return prepare_load(self.requests, scale=self.scale, speed=self.speed * factor, slo=slo, seed=seed)
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedLoad:
+    """A composed workload; `scale` and the factor multiply its rate."""
+
+    name: str
+    profile: EngineProfile
+    scale: float = 1.0
+
+    def prepare(self, factor: float, *, slo: Slo, seed: int) -> list[WorkloadRequest]:
+        """See `Load`."""
+        requests, _ = leave_out_overlong(COMPOSED[self.name](self.scale * factor, seed), self.profile)
+        return _repeat_if_short(requests, slo)
+
+
 def prepare_load(
     recorded: Sequence[WorkloadRequest], *, scale: float, speed: float, slo: Slo, seed: int
 ) -> list[WorkloadRequest]:
@@ -31,8 +77,11 @@ def prepare_load(
     if not scaled:
         return []
     started = shift_arrivals(jitter_arrivals(scaled, seed=seed), -scaled[0].arrival_s)
-    duration_s = max(DURATION_MIN_S, TTFT_OBJECTIVES_MIN * slo.ttft_s)
-    return repeat_until(list(speed_up_arrivals(started, speed)), duration_s)
+    return _repeat_if_short(list(speed_up_arrivals(started, speed)), slo)
+
+
+def _repeat_if_short(requests: Sequence[WorkloadRequest], slo: Slo) -> list[WorkloadRequest]:
+    return repeat_until(requests, max(DURATION_MIN_S, TTFT_OBJECTIVES_MIN * slo.ttft_s))
 
 
 def leave_out_overlong(

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fulcrum_core.api.meta import format_duration
 from fulcrum_simulator.fleet.records import RequestResult
 from fulcrum_simulator.fleet.run import RunResult
 from fulcrum_simulator.percentile import percentile
@@ -128,49 +127,3 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def _share(part: float, whole: float) -> float | None:
     return part / whole if whole else None
-
-
-def format_report(report: dict[str, Any]) -> str:
-    """Return the figures as lines for people."""
-    requests, flips, goodput = report["requests"], report["flips"], report["goodput"]
-    slo = report["slo"]
-    stages, instance_time = report["request_time_s"], report["instance_time"]
-    lines = (
-        f"{report['policy']} on {report['instances']} x {report['profile']}, seed {report['seed']}",
-        f"  SLO attainment   {_percent(report['attainment'])} of {requests['scored']:,} offered requests "
-        f"(TTFT {format_duration(slo['ttft_s'])}, TPOT {format_duration(slo['tpot_s'])}); "
-        f"{_percent(report['attainment_by_arrow'])} by Arrow's definitions",
-        f"  goodput          {_number(goodput['requests_per_s'])} of "
-        f"{_number(goodput['offered_requests_per_s'])} requests/s, "
-        f"{_number(goodput['output_tokens_per_s'])} output tokens/s, "
-        f"{_percent(goodput['token_share'])} of all tokens",
-        f"  not ok           {requests['failed']} failed, {requests['broken']} broken, "
-        f"{requests['unfinished']} unfinished",
-        f"  TTFT             {_latencies(report['ttft_s'])}",
-        f"  TPOT             {_latencies(report['tpot_s'])}",
-        f"  flips            {flips['count']} ({flips['to_prefill']} to prefill, "
-        f"{flips['to_decode']} to decode), {flips['refused']} refused, "
-        f"{flips['requests']} requested by the router",
-        "  a request's time "
-        + ", ".join(f"{name.replace('_', ' ')} {_time(s)}" for name, s in stages.items()),
-        "  instances' time  " + ", ".join(f"{name} {_percent(s)}" for name, s in instance_time.items()),
-    )
-    return "\n".join(lines)
-
-
-def _latencies(summary: dict[str, float | None]) -> str:
-    return ", ".join(f"{name} {_time(value)}" for name, value in summary.items())
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return "–"
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{100 * share:.1f} %"
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.2f}"

@@ -3,6 +3,7 @@
 Sends nothing; see `client`.
 """
 
+from fulcrum_simulator.workload.composed import COMPOSED
 from fulcrum_simulator.workload.generated import (
     CHAT,
     CODE,
@@ -32,6 +33,7 @@ from fulcrum_simulator.workload.transforms import (
 __all__ = [
     "CHAT",
     "CODE",
+    "COMPOSED",
     "DECODE_HEAVY",
     "PREFILL_HEAVY",
     "GeneratedWorkload",

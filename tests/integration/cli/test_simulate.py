@@ -68,7 +68,24 @@ def test_the_rate_found_keeps_the_bar(tmp_path: Path) -> None:
     (report,) = read_json(out)["runs"]
     assert (run.returncode, run.stderr) == (0, "")
     assert report["attainment"] >= 0.9
-    assert f"requests/s at an SLO attainment of 90 % or more (speed {report['speed']:.3g}" in run.stdout
+    assert f"requests/s at an SLO attainment of 90 % or more ({report['factor']:.3g} x the rate" in run.stdout
+
+
+def test_no_rate_is_searched_in_a_recording_with_one_time_of_arrival(tmp_path: Path) -> None:
+    trace = tmp_path / "burst.csv"
+    trace.write_text("arrival_s,input_tokens,output_tokens\n" + "0,500,5\n" * 20, encoding="utf-8")
+    run = run_simulate("--trace", trace, "--find-rate", 90)
+    assert (run.returncode, run.stderr.count("\n")) == (2, 1)
+    assert "has one time of arrival" in run.stderr
+    comparison = run_simulate("--trace", trace, "--compare", "arrow,static:4P4D")
+    assert (comparison.returncode, comparison.stderr) == (0, "")
+
+
+def test_a_composed_workload_takes_the_place_of_a_recording(trace: Path) -> None:
+    both = run_simulate("--trace", trace, "--load", "drift")
+    assert (both.returncode, both.stderr.count("\n")) == (2, 1)
+    run = run_simulate("--load", "stationary", "--scale", 0.02, "--profile", "l70-h100-tp4")
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from fulcrum_core.values import Slo
 from fulcrum_simulator.fleet.event_queue import STEP_END, EventQueue
 from fulcrum_simulator.fleet.load import leave_out_overlong, prepare_load
 from fulcrum_simulator.fleet.options import Policy, PolicyName, list_splits, parse_policy
-from fulcrum_simulator.fleet.rate_search import FoundRate, find_highest_speed
+from fulcrum_simulator.rate_search import FoundFactor, find_highest_factor, list_factors_around
 from fulcrum_simulator.workload import WorkloadRequest
 
 
@@ -77,11 +77,17 @@ def test_an_action_due_in_the_past_runs_now() -> None:
 
 
 @pytest.mark.parametrize("limit", [0.02, 0.9, 1.0, 7.3, 900.0])
-def test_the_highest_speed_is_found_within_two_per_cent(limit: float) -> None:
-    found = find_highest_speed(lambda speed: speed, lambda speed: speed <= limit)
-    assert found.speed is not None
-    assert limit / 1.02 <= found.speed <= limit
+def test_the_highest_factor_is_found_within_two_per_cent(limit: float) -> None:
+    found = find_highest_factor(lambda speed: speed, lambda speed: speed <= limit)
+    assert found.factor is not None
+    assert limit / 1.02 <= found.factor <= limit
 
 
-def test_no_speed_is_found_if_none_keeps_the_bar() -> None:
-    assert find_highest_speed(lambda speed: speed, lambda _: False) == FoundRate(None, None, 9)
+def test_no_factor_is_found_if_none_keeps_the_bar() -> None:
+    assert find_highest_factor(lambda speed: speed, lambda _: False) == FoundFactor(None, None, 9)
+
+
+def test_the_factors_around_a_found_one_are_four_on_each_side() -> None:
+    factors = list_factors_around(2.0)
+    assert sorted(factors) == list(factors)
+    assert [factor < 2.0 for factor in factors] == [True] * 4 + [False] * 4

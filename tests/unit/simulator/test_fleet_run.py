@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from fulcrum_cli.simulation.report_text import format_report
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Slo
 from fulcrum_simulator.fleet.options import ControlOptions, Policy, PolicyName, RunOptions, parse_policy
-from fulcrum_simulator.fleet.report import build_report, format_report
+from fulcrum_simulator.fleet.report import build_report
 from fulcrum_simulator.fleet.run import RunResult, simulate
 from fulcrum_simulator.routing import Outcome
 from fulcrum_simulator.workload import (

@@ -1,0 +1,118 @@
+"""Runs policies under one load with several seeds, and finds the highest rate at which each keeps a bar."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import Any
+
+from fulcrum_simulator.fleet.load import Load
+from fulcrum_simulator.fleet.options import Policy, RunOptions
+from fulcrum_simulator.fleet.report import build_report
+from fulcrum_simulator.fleet.run import RunResult, simulate
+from fulcrum_simulator.rate_search import find_highest_factor, list_factors_around
+
+Report = dict[str, Any]
+NOISE = 0.005
+"""Attainment by which a higher rate may be better although the policy is not."""
+OnRun = Callable[[RunOptions, float], Callable[[float], None]]
+"""Called before each run with its options and factor; returns what takes its progress, 0 to 1."""
+
+
+def ignore_progress(_options: RunOptions, _factor: float) -> Callable[[float], None]:
+    """Show nothing."""
+    return lambda _share: None
+
+
+@dataclass(frozen=True, slots=True)
+class SeedRun:
+    """One policy with one seed: `factor` is the highest that kept the bar, None if none did.
+
+    Without a bar it is 1. The result is that of the run at `factor`, at 1 if there is none.
+    """
+
+    factor: float | None
+    report: Report
+    result: RunResult
+    trials: int
+    around: tuple[tuple[float, float], ...] = ()
+    """Factors around the found one and their attainments, if they were checked."""
+
+    @property
+    def attainment(self) -> float:
+        """SLO attainment of the run, 0 to 1."""
+        return self.report["attainment"] or 0.0
+
+    @property
+    def rate_rps(self) -> float:
+        """Requests per second that were offered; 0 if no rate kept the bar."""
+        return 0.0 if self.factor is None else self.report["goodput"]["offered_requests_per_s"] or 0.0
+
+    @property
+    def is_monotone(self) -> bool:
+        """Whether the attainments around the found factor fall, but for `NOISE`."""
+        return all(after <= before + NOISE for (_, before), (_, after) in pairwise(self.around))
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRuns:
+    """One policy with all seeds."""
+
+    policy: Policy
+    runs: tuple[SeedRun, ...]
+
+    @property
+    def median_rate_rps(self) -> float:
+        """Median over the seeds."""
+        return median(run.rate_rps for run in self.runs)
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Order of policies: mean of the rates, where they were searched, then mean attainment."""
+        return fmean(run.factor or 0.0 for run in self.runs), fmean(run.attainment for run in self.runs)
+
+
+def run_policy(
+    load: Load,
+    options: RunOptions,
+    seeds: Iterable[int],
+    *,
+    bar: float | None = None,
+    check_around: bool = False,
+    on_run: OnRun = ignore_progress,
+) -> PolicyRuns:
+    """Run the policy of `options` with each seed; with a bar, at the highest rate that keeps it.
+
+    The search of each further seed starts where that of the seed before ended.
+    """
+    runs: list[SeedRun] = []
+    first = 1.0
+    for seed in seeds:
+        runs.append(_run_seed(load, replace(options, seed=seed), bar, first, check_around, on_run))
+        first = runs[-1].factor or first
+    return PolicyRuns(options.policy, tuple(runs))
+
+
+def pick_best(candidates: Sequence[PolicyRuns]) -> PolicyRuns:
+    """Return the policy that is best on average over the seeds."""
+    return max(candidates, key=lambda runs: runs.rank)
+
+
+def _run_seed(
+    load: Load, options: RunOptions, bar: float | None, first: float, check_around: bool, on_run: OnRun
+) -> SeedRun:
+    def run_at(factor: float) -> tuple[Report, RunResult]:
+        arrivals = load.prepare(factor, slo=options.slo, seed=options.seed)
+        result = simulate(arrivals, options, on_progress=on_run(options, factor))
+        return build_report(result), result
+
+    def measure(factor: float) -> float:
+        return run_at(factor)[0]["attainment"] or 0.0
+
+    if bar is None:
+        return SeedRun(1.0, *run_at(1.0), trials=1)
+    found = find_highest_factor(run_at, lambda run: (run[0]["attainment"] or 0.0) >= bar, first=first)
+    report, result = found.result or run_at(1.0)
+    around: tuple[tuple[float, float], ...] = ()
+    if check_around and found.factor is not None:
+        around = tuple((factor, measure(factor)) for factor in list_factors_around(found.factor))
+    return SeedRun(found.factor, report, result, found.trials, around)

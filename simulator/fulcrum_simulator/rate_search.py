@@ -1,0 +1,64 @@
+"""Finds the highest factor of a load at which a condition holds, by bisection.
+
+The condition need not hold at every lower factor: the search finds one factor at which it begins to fail.
+`list_factors_around` lists others, to look for that.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+R = TypeVar("R")
+
+RUN_PRECISION = 1.02
+"""Ratio of the lowest factor that misses the bar to the highest that keeps it, for simulated runs."""
+RUN_FACTORS = 2.0**-8, 2.0**10
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFactor(Generic[R]):
+    """The highest factor that kept the bar and its result; None if none did. `trials` were made."""
+
+    factor: float | None
+    result: R | None
+    trials: int
+
+
+def find_highest_factor(
+    run: Callable[[float], R],
+    keeps_bar: Callable[[R], bool],
+    *,
+    precision: float = RUN_PRECISION,
+    factors: tuple[float, float] = RUN_FACTORS,
+    first: float = 1.0,
+) -> FoundFactor[R]:
+    """Find the highest factor at which `keeps_bar` holds for the result of `run`.
+
+    `first` is tried first; it is doubled or halved until the bar lies between two factors, or the limits
+    `factors` are passed.
+    """
+    trials = 0
+    best: tuple[float, R] | None = None
+    low, high, factor = 0.0, float("inf"), first
+    while factors[0] <= factor <= factors[1] and (not low or high / low > precision):
+        result = run(factor)
+        trials += 1
+        if keeps_bar(result):
+            low, best = factor, (factor, result)
+        else:
+            high = factor
+        factor = _next_factor(low, high)
+    return FoundFactor(best[0] if best else None, best[1] if best else None, trials)
+
+
+def _next_factor(low: float, high: float) -> float:
+    if not low:
+        return high / 2
+    if high == float("inf"):
+        return low * 2
+    return float((low * high) ** 0.5)
+
+
+def list_factors_around(found: float) -> tuple[float, ...]:
+    """Return eight factors around a found one, four on each side, to check that attainment falls there."""
+    return tuple(found * share for share in (0.5, 0.7, 0.85, 0.95, 1.05, 1.15, 1.3, 1.5))

@@ -1,0 +1,83 @@
+"""Composed workloads: two mixes of traffic that take turns, drift into each other, or keep their shares.
+
+With them the value of moving instances between the roles is measured. One mix is nearly all prefill work, the
+other nearly all decode work, and at factor 1 each of them needs about half of eight `l70-h100-tp4` instances
+(W_P + W_D of bound B1), so that the total work hardly moves while the best split does. The lengths are four
+times those of the clients that the mixes are modelled on: the same work with a quarter of the requests.
+"""
+
+import random
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from fulcrum_simulator.workload.generated import (
+    CHAT,
+    CODE,
+    DECODE_HEAVY,
+    PREFILL_HEAVY,
+    MixPeriod,
+    TrafficMix,
+    generate_moving,
+)
+from fulcrum_simulator.workload.requests import WorkloadRequest
+
+Share = Callable[[float], float]
+"""Share of the first mix at a time in seconds, 0 to 1."""
+
+_LONG_PROMPTS = PREFILL_HEAVY.scaled(input=4.0, output=2.0)
+_LONG_ANSWERS = DECODE_HEAVY.scaled(input=4.0, output=4.0)
+_LONG_PROMPTS_RPS, _LONG_ANSWERS_RPS = 3.8, 8.7
+_CODE, _CHAT = CODE.scaled(input=4.0, output=4.0), CHAT.scaled(input=2.0, output=6.0)
+_CODE_RPS, _CHAT_RPS = 5.0, 6.0
+
+
+def _alternate(
+    first: tuple[TrafficMix, float], second: tuple[TrafficMix, float], *, phase_s: float, duration_s: float
+) -> Callable[[float, int], list[WorkloadRequest]]:
+    def generate(factor: float, seed: int) -> list[WorkloadRequest]:
+        periods = tuple(MixPeriod(mix, rate_rps * factor, phase_s) for mix, rate_rps in (first, second))
+        return list(generate_moving(periods=periods, duration_s=duration_s, seed=seed))
+
+    return generate
+
+
+def _blend(
+    first: tuple[TrafficMix, float], second: tuple[TrafficMix, float], share: Share, *, duration_s: float
+) -> Callable[[float, int], list[WorkloadRequest]]:
+    """Two Poisson processes, each thinned by its share of the time."""
+
+    def generate(factor: float, seed: int) -> list[WorkloadRequest]:
+        rng = random.Random(seed)
+        requests: list[WorkloadRequest] = []
+        for (mix, rate_rps), is_first in ((first, True), (second, False)):
+            at_s = rng.expovariate(rate_rps * factor)
+            while at_s < duration_s:
+                first_share = share(at_s)
+                if rng.random() < (first_share if is_first else 1.0 - first_share):
+                    requests.append(WorkloadRequest(at_s, mix.input.draw(rng), mix.output.draw(rng)))
+                at_s += rng.expovariate(rate_rps * factor)
+        return sorted(requests, key=lambda request: request.arrival_s)
+
+    return generate
+
+
+def _triangle(period_s: float) -> Share:
+    """From 1 to 0 and back, in a straight line."""
+    return lambda at_s: abs(1.0 - 2.0 * ((at_s / period_s) % 1.0))
+
+
+_PROMPTS_AND_ANSWERS = (_LONG_PROMPTS, _LONG_PROMPTS_RPS), (_LONG_ANSWERS, _LONG_ANSWERS_RPS)
+_CODE_AND_CHAT = (_CODE, _CODE_RPS), (_CHAT, _CHAT_RPS)
+
+COMPOSED: Mapping[str, Callable[[float, int], list[WorkloadRequest]]] = MappingProxyType(
+    {
+        "phases-200s": _alternate(*_PROMPTS_AND_ANSWERS, phase_s=200.0, duration_s=1200.0),
+        "phases-600s": _alternate(*_PROMPTS_AND_ANSWERS, phase_s=600.0, duration_s=1800.0),
+        "drift": _blend(*_PROMPTS_AND_ANSWERS, _triangle(1200.0), duration_s=1200.0),
+        "stationary": _blend(*_PROMPTS_AND_ANSWERS, lambda _at_s: 0.5, duration_s=900.0),
+        "code-chat-phases-300s": _alternate(*_CODE_AND_CHAT, phase_s=300.0, duration_s=1200.0),
+        "code-chat-drift": _blend(*_CODE_AND_CHAT, _triangle(900.0), duration_s=900.0),
+        "code-chat-stationary": _blend(*_CODE_AND_CHAT, lambda _at_s: 0.5, duration_s=900.0),
+    }
+)
+"""By name: from a factor of the rate and a seed to requests in the order of arrival."""
