@@ -152,6 +152,18 @@ def instance_key(instance: PDInstance) -> InstanceKey:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeDeparture:
+    """A node is about to be drained or deleted, and takes no new pods."""
+
+    cause: str
+    """How that is known: `cordoned`, or the key of a taint."""
+    since_s: float
+    """Time from which it is known, in unix seconds."""
+    is_certain: bool
+    """Whether the node will be deleted. A cordon alone can be lifted, and may have another purpose."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineObservation:
     """State of one engine, observed by the runtime. `endpoint` is `host:port`, None until it responds."""
 
@@ -177,8 +189,8 @@ class EngineObservation:
     """Its deletion was requested, by the operator or another client. RUNNING while it still responds."""
     lacks_room: bool = False
     """STARTING, but no node has room for it, or a quota is used up: another engine would have to end."""
-    node_cordoned: bool = False
-    """Its node takes no new pods, because somebody is about to drain it."""
+    node_departure: NodeDeparture | None = None
+    """Its node is about to be drained or deleted; None for a node that stays."""
     node_lost: bool = False
     """LOST because the node does not report. A caller that reaches the engine itself overrides this."""
 

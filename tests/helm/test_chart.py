@@ -164,7 +164,7 @@ def test_operator_has_a_role_for_its_lease_in_the_release_namespace(
 
 def test_roles_and_cluster_roles_have_the_same_rules(render: Renderer) -> None:
     whole, one = render(), render(watchNamespace=WATCHED)
-    nodes = {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list"]}  # no Role can grant it
+    nodes = {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list", "watch"]}  # no Role can grant it
     for name, of_cluster in (("fulcrum-operator", [nodes]), ("fulcrum-autoscaler", [])):
         assert whole.find("ClusterRole", name)["rules"] == one.find("Role", name)["rules"] + of_cluster
 

@@ -2,6 +2,7 @@
 get lost.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from fulcrum_core.api import (
     conditions,
 )
 from fulcrum_core.assignment import group_by_compatibility, list_assigned
-from fulcrum_core.ports import EngineObservation, EngineState
+from fulcrum_core.ports import EngineObservation, EngineState, NodeDeparture
 from fulcrum_core.router_state import RouterState
 from fulcrum_core.values import FlipStrategy, Phase, Role
 from fulcrum_operator.plan import Observed, Plan, plan_service
@@ -45,6 +46,8 @@ class SimulatedEngine:
     placed: bool = True
     """Whether a node has room for it; `ready_at_s` counts only then."""
     exit_reason: str | None = None
+    is_bad: bool = False
+    """Whether it exits whenever it is started."""
 
 
 @dataclass(slots=True)
@@ -61,8 +64,14 @@ class SimulatedService:
     router_up: bool = True
     capacity: int | None = None
     """Engines for which nodes that are not cordoned have room; None: any number."""
-    cordoned: set[str] = field(default_factory=set)
-    """Instances whose nodes are cordoned; these take no part of `capacity`."""
+    cordoned: dict[str, NodeDeparture] = field(default_factory=dict)
+    """Instances whose nodes are cordoned, or will be deleted; these take no part of `capacity`."""
+    starts_fail: bool = False
+    """Whether engines that start from now on exit at once."""
+    starts_hang: bool = False
+    """Whether engines that start from now on never serve."""
+    refuses_instances: bool = False
+    """Whether the API server refuses new PDInstances."""
     min_available: int = 0
     """The disruption budget of the last plan."""
     disturbed: set[str] = field(default_factory=set)
@@ -93,10 +102,11 @@ class SimulatedService:
             self._drop(obj)
         for instance in plan.start:
             name = instance.metadata.name
-            if name not in self.engines:
+            if name not in self.engines and name in self.instances:
                 placed = self._has_room()
+                ready_at_s = math.inf if self.starts_hang else self.now_s + STARTUP_S
                 self.engines[name] = SimulatedEngine(
-                    self.instances[name], self.now_s + STARTUP_S, placed=placed
+                    self.instances[name], ready_at_s, placed=placed, is_bad=self.starts_fail
                 )
         for name in plan.stop:
             engine = self.engines[name]
@@ -111,7 +121,7 @@ class SimulatedService:
         for name, engine in list(self.engines.items()):
             if engine.ends_at_s is not None and engine.ends_at_s <= self.now_s:
                 del self.engines[name]
-                self.cordoned.discard(name)
+                self.cordoned.pop(name, None)
             elif not engine.placed:
                 engine.placed, engine.ready_at_s = self._has_room(), self.now_s + STARTUP_S
             elif (
@@ -208,15 +218,16 @@ class SimulatedService:
         self.engines[name].ends_at_s = self.now_s + TERMINATION_S
         self.disturbed.add(name)
 
-    def cordon(self, *names: str) -> None:
-        """Cordon the nodes of these instances, which take their room with them."""
-        self.cordoned |= set(names)
+    def cordon(self, *names: str, taint: str = "") -> None:
+        """Cordon the nodes of these instances, or taint them; these take their room with them."""
+        departure = NodeDeparture(taint or "cordoned", self.now_s, is_certain=bool(taint))
+        self.cordoned |= dict.fromkeys(names, departure)
         if self.capacity is not None:
             self.capacity -= len(names)
 
     def evict_from_cordoned_nodes(self) -> None:
         """Evict as `kubectl drain` does: as many as the disruption budget allows now."""
-        for name in sorted(self.cordoned & set(self.engines)):
+        for name in sorted(self.cordoned.keys() & self.engines.keys()):
             healthy = [
                 e for e in self.engines.values() if e.state is EngineState.RUNNING and e.ends_at_s is None
             ]
@@ -228,7 +239,7 @@ class SimulatedService:
         return self.capacity is None or len(placed) < self.capacity
 
     def _finish_startup(self, engine: SimulatedEngine) -> None:
-        if engine.created_from.spec.engine.profile == BAD_PROFILE:
+        if engine.created_from.spec.engine.profile == BAD_PROFILE or engine.is_bad:
             engine.restarts, engine.exit_reason = engine.restarts + 1, "exit code 2"
             engine.ready_at_s = self.now_s + STARTUP_S
         else:
@@ -245,7 +256,7 @@ class SimulatedService:
             reason="" if engine.placed else conditions.UNSCHEDULABLE,
             message="its node n does not respond" if engine.state is EngineState.LOST else "",
             lacks_room=not engine.placed,
-            node_cordoned=name in self.cordoned,
+            node_departure=self.cordoned.get(name),
             node_lost=engine.state is EngineState.LOST,
             terminating=engine.ends_at_s is not None,
         )
@@ -274,7 +285,14 @@ class SimulatedService:
         elif isinstance(obj, PDPool):
             self.pools[name] = _create(obj, self.now_s) if name not in self.pools else obj
         elif isinstance(obj, PDInstance):
-            self.instances[name] = _create(obj, self.now_s) if name not in self.instances else obj
+            self._store_instance(obj)
+
+    def _store_instance(self, instance: PDInstance) -> None:
+        name = instance.metadata.name
+        if name in self.instances:
+            self.instances[name] = instance
+        elif not self.refuses_instances:
+            self.instances[name] = _create(instance, self.now_s)
 
 
 def _serve_both(instances: list[PDInstance]) -> bool:

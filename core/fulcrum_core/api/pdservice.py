@@ -27,6 +27,7 @@ from fulcrum_core.api.pdinstance import ConfigExcerpt
 from fulcrum_core.api.pdpool import Bounds, EngineSpec, InstanceShapeSpec, PoolRole
 from fulcrum_core.api.pod_template import find_template_problems
 from fulcrum_core.api.qostier import SloSpec
+from fulcrum_core.api.replacement import DisruptionSpec, DrainSpec, RolloutSpec
 from fulcrum_core.api.router import RouterSpec
 from fulcrum_core.values import AutoscalingMode
 
@@ -178,65 +179,6 @@ class AutoscalingSpec(ApiModel):
     arrow: ArrowSpec = Field(default_factory=ArrowSpec, description="Thresholds of the arrow policy.")
     flip: FlipSpec = Field(default_factory=FlipSpec, description="When and how instances flip.")
     scale: ScaleSpec = Field(default_factory=ScaleSpec, description="Who writes the replicas of the pools.")
-
-
-class DrainSpec(ApiModel):
-    """How an instance is drained before it stops."""
-
-    timeout: Duration = Field(
-        default=120.0,
-        ge=0,
-        description="Longest wait for an instance's requests before the instance is stopped (default 120s).",
-    )
-
-
-class RolloutSpec(ApiModel):
-    """How instances are replaced when their launch spec changes."""
-
-    model_config = ConfigDict(
-        json_schema_extra=cel_rule(
-            "self.maxSurge + self.maxUnavailable > 0",
-            "has maxSurge and maxUnavailable 0: nothing could be replaced",
-        )
-    )
-
-    max_surge: StrictInt = Field(
-        default=1,
-        ge=0,
-        le=1024,
-        description="Instances of a pool that may exist beyond the desired number (default 1).",
-    )
-    max_unavailable: StrictInt = Field(
-        default=0,
-        ge=0,
-        le=1024,
-        description="Instances of a pool that may be missing during a roll-out (default 0).",
-    )
-    paused: StrictBool = Field(default=False, description="Whether no instance is replaced (default false).")
-    progress_deadline: Duration | None = Field(
-        default=None,
-        gt=0,
-        description="Longest wait for a new instance to become ready before the last good revision returns "
-        "(default: two minutes and ten times the engine's start-up time).",
-    )
-
-    @model_validator(mode="after")
-    def _check_surge_or_unavailable(self) -> Self:
-        if not self.max_surge + self.max_unavailable:
-            raise ValueError("has maxSurge and maxUnavailable 0: nothing could be replaced")
-        return self
-
-
-class DisruptionSpec(ApiModel):
-    """How many instances evictions may take away, as in a drain of a node."""
-
-    max_unavailable: StrictInt | None = Field(
-        default=None,
-        ge=1,
-        le=1024,
-        description="Instances that may be missing because of evictions (default: one, and none below the "
-        "floors, because new instances replace those on cordoned nodes first).",
-    )
 
 
 class PDServiceSpec(ApiModel):

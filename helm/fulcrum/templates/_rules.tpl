@@ -60,7 +60,7 @@ operator deletes none but EndpointSlices whose Service has changed.
 {{- define "fulcrum.nodeRules" -}}
 - apiGroups: [""]
   resources: [nodes]
-  verbs: [list]
+  verbs: [list, watch]
 {{- end -}}
 
 {{- define "fulcrum.leaseRules" -}}

@@ -91,8 +91,8 @@ class ReconcileContext:
     router: RouterView | None = None
     router_failures: Callable[[ServiceKey], tuple[FailureCause, ...]] = lambda _key: ()
     """Why routers of the service cannot start."""
-    schema_problems: Callable[[], tuple[FailureCause, ...]] = tuple
-    """Fields that cannot be stored, because the CRDs lack them."""
+    installation_problems: Callable[[], tuple[FailureCause, ...]] = tuple
+    """What the installation lacks: fields of the CRDs, the permission to watch nodes."""
     models: ModelReader | None = None
     has_engine_account: Callable[[ServiceKey], bool] = lambda _key: True
     """Whether the ServiceAccount of the service's engines is its own: no engine runs as somebody else's."""
@@ -100,8 +100,8 @@ class ReconcileContext:
     """Raises `Conflict` if the service is deleted by now; None: the store knows the latest state."""
     engine_images: EngineImages | None = None
     """Default images of engines; None if engines are processes."""
-    sees_cordons: Callable[[], bool] = lambda: True
-    """Whether observations tell which engines are on cordoned nodes."""
+    sees_nodes: Callable[[], bool] = lambda: True
+    """Whether observations tell which engines are on departing nodes."""
     after_apply: Callable[[Observed, Plan], Awaitable[Problems]] | None = None
     """Runs after a plan was applied: children, role labels, model reader pod, Events."""
     on_failure: Callable[[PDService, FailureCause], Awaitable[None]] | None = None

@@ -23,7 +23,7 @@ from fulcrum_core.api import KINDS, EngineIdentitySpec, PDInstance, PDService
 from fulcrum_core.api.meta import API_VERSION
 from fulcrum_core.errors import Conflict, FulcrumError, NotFound
 from fulcrum_core.models import Fit
-from fulcrum_core.ports import instance_key
+from fulcrum_core.ports import NodeDeparture, instance_key
 from fulcrum_core.profiles import load_shipped_profile
 from fulcrum_core.values import FlipStrategy
 from fulcrum_operator.controller.bounded_concurrency import run_bounded
@@ -31,7 +31,7 @@ from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.cached_store import CachedStore
 from fulcrum_operator.controller.children import Children, check_not_deleted
 from fulcrum_operator.controller.context import Problems, ReconcileContext, ServiceKey
-from fulcrum_operator.controller.cordoned_nodes import CordonedNodes
+from fulcrum_operator.controller.departing_nodes import DepartingNodes
 from fulcrum_operator.controller.events import (
     EventRecorder,
     Reported,
@@ -117,14 +117,14 @@ class Leader:
         self._unreadable = UnreadableObjects(
             self._cache, self._recorder.record, objects, clock, is_leader=is_leader
         )
-        self._cordoned_nodes = CordonedNodes(objects, self._reconcile_all, allowed=not options.namespace)
+        self._nodes = None if options.namespace else DepartingNodes(objects, clock, self._reconcile_all)
         self._runtime = PodRuntime(
             objects,
             self._cache,
             self._probes,
             settings,
             is_leader=is_leader,
-            is_cordoned=lambda node: node in self._cordoned_nodes.names,
+            departure_of=self._departure_of,
             on_change=self._enqueue,
         )
         self._router_view = ClusterRouterView(
@@ -147,12 +147,12 @@ class Leader:
             engine_facts=self._engine_facts,
             router=self._router_view,
             router_failures=lambda key: find_router_failures(self._cache, key),
-            schema_problems=self._store.missing_fields.causes,
+            installation_problems=self._installation_problems,
             models=self._model_reader,
             check_not_deleted=lambda service: check_not_deleted(service, self._connection.objects),
             has_engine_account=lambda key: self._has_engine_account(self._service(key)),
             engine_images=self._options.settings.engine_images,
-            sees_cordons=lambda: self._cordoned_nodes.allowed,
+            sees_nodes=lambda: self._nodes is not None and self._nodes.allowed,
             after_apply=self._after_apply,
             on_failure=self._record_failure,
         )
@@ -167,7 +167,7 @@ class Leader:
         """Reconcile every service until `stop` is set."""
         list_task = asyncio.get_running_loop().create_task(self._relist_forever())
         list_task.add_done_callback(lambda _: stop.set())  # it ends only by an error
-        nodes_task = asyncio.get_running_loop().create_task(self._cordoned_nodes.run())
+        nodes_task = asyncio.get_running_loop().create_task(self._follow_nodes())
         try:
             if await self._wait_until_listed(stop):
                 await self._watch(stop, on_started)
@@ -209,6 +209,18 @@ class Leader:
         await self._queue.aclose()
         await self._probes.aclose()
         await asyncio.gather(self._client.aclose(), self._router_view.aclose())
+
+    async def _follow_nodes(self) -> None:
+        """Follow nodes until cancelled; an operator of a single namespace cannot be allowed to."""
+        if self._nodes is not None:
+            await self._nodes.run()
+
+    def _departure_of(self, node: str) -> NodeDeparture | None:
+        return None if self._nodes is None else self._nodes.departures.get(node)
+
+    def _installation_problems(self) -> tuple[FailureCause, ...]:
+        nodes = () if self._nodes is None else self._nodes.causes()
+        return (*self._store.missing_fields.causes(), *nodes)
 
     def _enqueue(self, key: ServiceKey) -> None:
         if self.synced:  # before the first full list, a reconcile would recreate existing objects

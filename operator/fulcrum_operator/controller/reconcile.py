@@ -120,7 +120,7 @@ def _remember_problems(
     key: ServiceKey, context: ReconcileContext, refused: tuple[FailureCause, ...], later: Problems
 ) -> float | None:
     """Keep the problems for the status; return the seconds until the next reconcile is due, None: never."""
-    memory, causes = context.memory[key], (*refused, *later.causes, *context.schema_problems())
+    memory, causes = context.memory[key], (*refused, *later.causes, *context.installation_problems())
     failures = memory.failures + 1 if refused else 0
     context.memory[key] = replace(memory, problems=causes, failures=failures)
     if refused:  # also if the text of a refusal differs each time: it must not be tried without a pause
@@ -207,7 +207,7 @@ async def _observe(
         engine_facts=facts,
         endpoint=context.router.endpoint(key) if context.router else None,
         engine_images=context.engine_images,
-        sees_cordons=context.sees_cordons(),
+        sees_nodes=context.sees_nodes(),
         can_read_models=context.models is not None,
         model_read_attempt=context.models.reading(key) if context.models else None,
         accepted_assignment=memory.accepted,

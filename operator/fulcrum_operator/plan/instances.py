@@ -79,7 +79,7 @@ def _pool_removals(observed: Observed, view: PoolView) -> Iterable[Removal]:
         f"revision {view.revision} replaces it",
         may_flip_another=may_flip,
     )
-    remaining = view.off_cordoned_nodes(view.updated)
+    remaining = view.off_departing_nodes(view.updated)
     excess = len(remaining) - view.desired_replicas
     yield Removal(view.name, removal_order(observed, remaining), excess, "more instances than desired")
 
@@ -97,17 +97,17 @@ def _waits_for_removals(observed: Observed, view: PoolView) -> bool:
 def _surplus_removals(observed: Observed, view: PoolView) -> Iterable[Removal]:
     """Removals without a roll-out: of more instances than desired, and of those that others have replaced.
 
-    Of the instances on cordoned nodes as many leave as serve beyond the desired number, and those that serve
+    Of the instances on departing nodes as many leave as serve beyond the desired number, and those that serve
     nothing.
     """
-    remaining = view.off_cordoned_nodes(view.members)
+    remaining = view.off_departing_nodes(view.members)
     excess = len(remaining) - view.desired_replicas
     yield Removal(view.name, removal_order(observed, remaining), excess, "more instances than desired")
-    moving = view.on_cordoned_nodes
+    moving = view.departing
     serving = sum(instance.is_serving for instance in moving)
     spare = sum(member.is_serving for member in view.members) - view.desired_replicas
     replaced = min(serving, max(0, spare - max(0, excess)))
-    reason, count = "its node is cordoned and a new instance replaces it", len(moving) - serving + replaced
+    reason, count = "its node is about to be drained", len(moving) - serving + replaced
     yield Removal(view.name, removal_order(observed, moving), count, reason, may_flip_another=spare > 0)
 
 

@@ -85,8 +85,8 @@ class Observed:
     accepted_assignment: PDAssignmentSpec | None = None
     """Last assignment that was checked and allowed; None after a restart of the operator."""
 
-    sees_cordons: bool = True
-    """Whether `engines` tells which nodes are cordoned; False if the operator may not list nodes."""
+    sees_nodes: bool = True
+    """Whether `engines` tells which nodes depart; False if the operator may not watch nodes."""
     engine_images: EngineImages | None = None
     """Default images of engines; None in a local run, where engines are processes."""
     can_read_models: bool = False

@@ -14,24 +14,26 @@ from dataclasses import dataclass
 
 from fulcrum_core.api import LaunchSpec, PDInstance, PDPool, RefusedRevision
 from fulcrum_core.ports import EngineState
-from fulcrum_core.values import FAILED_STARTS_MAX, Phase
+from fulcrum_core.values import FAILED_STARTS_MAX
 from fulcrum_operator.plan.instance_state import (
     active_instances,
     engine_lost,
-    ever_served,
     members_of,
     revision_of,
-    startup_s,
 )
 from fulcrum_operator.plan.observed import Observed
 from fulcrum_operator.plan.pools import desired_replicas
-from fulcrum_operator.plan.room import created_s, on_cordoned_nodes, that_cannot_start, without_room
-
-PROGRESS_TIMEOUT_MIN_S = 120.0
-PROGRESS_TIMEOUT_FACTOR = 10
-"""A new instance must serve within two minutes plus ten times its start-up time."""
-
-_NOT_YET_SERVING = (Phase.PENDING, Phase.STARTING, Phase.FAILED)
+from fulcrum_operator.plan.room import (
+    count_moving_at_once,
+    created_s,
+    departure_of,
+    misses_replacement,
+    never_served,
+    on_departing_nodes,
+    progress_timeout_s,
+    that_cannot_start,
+    without_room,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +55,18 @@ class PoolView:
     """Members with another revision, which a roll-out replaces."""
     lost: int
     """Number of instances whose engine is lost and whose PDInstance still exists."""
-    on_cordoned_nodes: tuple[PDInstance, ...]
-    """Members whose nodes take no new pods: new instances replace them."""
+    departing: tuple[PDInstance, ...]
+    """Members whose nodes are about to be drained or deleted: new instances replace them."""
+    departure_causes: tuple[str, ...]
+    """How that is known: `cordoned`, and keys of taints."""
+    moving_at_once: int
+    """Instances beyond the desired number that may exist because of `departing`."""
     without_room: tuple[PDInstance, ...]
     """New members of the target revision for which no node has had room for `SURGE_WAIT_S`."""
     cannot_start: tuple[PDInstance, ...]
-    """New members that something has prevented from starting for `EVICTION_WAIT_S`."""
+    """New members for which a drain of a node no longer waits."""
+    misses_replacement: bool
+    """Whether replacements of `departing`, if any are due, were not created for `EVICTION_WAIT_S`."""
     paused: bool
     """Whether `spec.rollout.paused` is set."""
     refused: RefusedRevision | None
@@ -81,12 +89,17 @@ class PoolView:
 
     @property
     def can_move(self) -> bool:
-        """Whether new instances replace those on cordoned nodes, as far as is known."""
-        return not (self.on_cordoned_nodes and self.cannot_start)
+        """Whether new instances replace those on departing nodes, as far as is known."""
+        return not (self.departing and (self.cannot_start or self.cannot_create))
 
-    def off_cordoned_nodes(self, members: tuple[PDInstance, ...]) -> tuple[PDInstance, ...]:
-        """Those of `members` that are not on a cordoned node."""
-        moving = {instance.metadata.name for instance in self.on_cordoned_nodes}
+    @property
+    def cannot_create(self) -> bool:
+        """Whether a replacement of an instance on a departing node is overdue."""
+        return self.misses_replacement and self.count_to_create(surge=0) > 0
+
+    def off_departing_nodes(self, members: tuple[PDInstance, ...]) -> tuple[PDInstance, ...]:
+        """Those of `members` whose nodes stay."""
+        moving = {instance.metadata.name for instance in self.departing}
         return tuple(member for member in members if member.metadata.name not in moving)
 
     @property
@@ -116,12 +129,12 @@ class PoolView:
     def count_to_create(self, *, surge: int) -> int:
         """Number of instances to create now.
 
-        During a roll-out, the pool may exceed its desired number by `surge`, and at any time by its instances
-        on cordoned nodes. Lost instances lower the limit of twice the desired number, so that repeated losses
+        During a roll-out, the pool may exceed its desired number by `surge`, and at any time by
+        `moving_at_once`. Lost instances lower the limit of twice the desired number, so that repeated losses
         are replaced more slowly.
         """
-        room = self.desired_replicas + len(self.on_cordoned_nodes) + (surge if self.rolling_out else 0)
-        current = self.off_cordoned_nodes(self.updated if self.rolling_out else self.members)
+        room = self.desired_replicas + self.moving_at_once + (surge if self.rolling_out else 0)
+        current = self.off_departing_nodes(self.updated if self.rolling_out else self.members)
         missing = self.desired_replicas - len(current)
         return max(0, min(missing, room - len(self.members), 2 * self.desired_replicas - self.lost))
 
@@ -133,6 +146,8 @@ def view_pool(observed: Observed, pool: PDPool) -> PoolView:
     target, refused = _choose_target(observed, pool, members)
     revision = target.launch_revision
     updated = tuple(member for member in members if revision_of(member) == revision)
+    departing = on_departing_nodes(observed, members)
+    causes = {found.cause for member in departing if (found := departure_of(observed, member)) is not None}
     return PoolView(
         pool=pool,
         desired_replicas=desired_replicas(pool),
@@ -142,21 +157,14 @@ def view_pool(observed: Observed, pool: PDPool) -> PoolView:
         updated=updated,
         outdated=tuple(member for member in members if revision_of(member) != revision),
         lost=sum(engine_lost(observed, instance) for instance in pool_members),
-        on_cordoned_nodes=on_cordoned_nodes(observed, members),
+        departing=departing,
+        departure_causes=tuple(sorted(causes)),
+        moving_at_once=count_moving_at_once(observed, departing),
         without_room=without_room(observed, updated),
-        cannot_start=that_cannot_start(observed, updated),
+        cannot_start=that_cannot_start(observed, (m for m in updated if m not in departing)),
+        misses_replacement=misses_replacement(observed, pool_members, departing),
         paused=observed.service.spec.rollout.paused,
         refused=refused,
-    )
-
-
-def progress_timeout_s(observed: Observed, instance: PDInstance) -> float:
-    """Seconds from an instance's creation in which it must first serve, else its revision is rolled back."""
-    requested = observed.service.spec.rollout.progress_deadline
-    return (
-        PROGRESS_TIMEOUT_MIN_S + PROGRESS_TIMEOUT_FACTOR * startup_s(observed, instance)
-        if requested is None
-        else requested
     )
 
 
@@ -164,7 +172,7 @@ def next_rollout_deadline_s(observed: Observed, view: PoolView) -> float | None:
     """Unix time at which the target revision is rolled back unless it serves; None if it cannot be."""
     if view.pool.status.last_good is None or not view.rolling_out:
         return None
-    waiting = (i for i in view.updated if _never_served(i))
+    waiting = (i for i in view.updated if never_served(i))
     return min((created_s(observed, i) + progress_timeout_s(observed, i) for i in waiting), default=None)
 
 
@@ -194,10 +202,6 @@ def _cannot_start_reason(observed: Observed, updated: Iterable[PDInstance]) -> s
         if engine and ended and engine.restarts >= FAILED_STARTS_MAX:
             return f"{name} exited {engine.restarts} times: {engine.exit_reason or engine.message or message}"
         timeout_s = progress_timeout_s(observed, instance)
-        if _never_served(instance) and observed.now_s >= created_s(observed, instance) + timeout_s:
+        if never_served(instance) and observed.now_s >= created_s(observed, instance) + timeout_s:
             return f"{name} did not serve within {timeout_s:g} s: {message or 'its engine is starting'}"
     return None
-
-
-def _never_served(instance: PDInstance) -> bool:
-    return instance.status.phase in _NOT_YET_SERVING and not ever_served(instance)

@@ -41,6 +41,7 @@ from fulcrum_operator.plan.instance_state import (
     flip_strategy,
     instance_number,
     lost_node_endpoints,
+    members_of,
     revision_of,
     sort_instances,
     startup_s,
@@ -218,7 +219,7 @@ def _min_available(observed: Observed, views: tuple[PoolView, ...]) -> int:
         desired=sum(map(desired_replicas, pools)),
         serving=sum(member.is_serving for view in views for member in view.members),
         can_move=all(view.can_move for view in views),
-        sees_cordons=observed.sees_cordons,
+        sees_nodes=observed.sees_nodes,
     )
 
 
@@ -236,10 +237,15 @@ def _deadlines(observed: Observed, views: tuple[PoolView, ...], model: ModelPlan
     """Future deadlines only: this reconcile has acted on the past ones."""
     known = (
         *(next_rollout_deadline_s(observed, view) for view in views),
-        *(at_s for view in views for at_s in room_deadlines_s(observed, view.updated)),
+        *(at_s for view in views for at_s in _room_deadlines_s(observed, view)),
         model.deadline_s,
     )
     return [deadline_s for deadline_s in known if deadline_s is not None and deadline_s > observed.now_s]
+
+
+def _room_deadlines_s(observed: Observed, view: PoolView) -> Iterable[float]:
+    pool = members_of(observed.instances, view.name)
+    return room_deadlines_s(observed, pool, view.updated, view.departing)
 
 
 def _instance_facts(

@@ -107,9 +107,10 @@ def test_phony_make_targets_have_a_help_text() -> None:
     assert sorted(described) == sorted(phony[1].split())
 
 
-def test_decisions_are_numbered_without_gaps_and_at_most_40_lines() -> None:
+def test_decisions_have_unique_numbers_and_at_most_40_lines() -> None:
     pages = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
-    assert [page.name[:4] for page in pages] == [f"{number:04}" for number in range(1, len(pages) + 1)]
+    numbers = [page.name[:4] for page in pages]
+    assert numbers == sorted(set(numbers))
     assert [page.name for page in pages if page.read_text(encoding="utf-8").count("\n") > 40] == []
 
 

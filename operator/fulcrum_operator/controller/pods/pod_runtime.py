@@ -10,7 +10,7 @@ from fulcrum_cluster.objects import POD, Object, ObjectApi
 from fulcrum_core.api import PDInstance, PDService, conditions
 from fulcrum_core.api.labels import INSTANCE_LABEL, ROLE_LABEL, SERVICE_LABEL
 from fulcrum_core.errors import AlreadyExists, Conflict, Forbidden, InvalidInput, NotFound, StoreError
-from fulcrum_core.ports import EngineObservation, EngineState, InstanceKey, instance_key
+from fulcrum_core.ports import EngineObservation, EngineState, InstanceKey, NodeDeparture, instance_key
 from fulcrum_core.values import FlipStrategy, Phase
 from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.cached_store import check_is_leader
@@ -57,7 +57,7 @@ class PodRuntime:
         settings: Settings of the installation.
         is_leader: Returns whether this process may write now.
         on_change: Called with a service whose engines may be observed differently now.
-        is_cordoned: Returns whether a node takes no new pods.
+        departure_of: Returns the departure of a node, or None if it stays.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class PodRuntime:
         *,
         is_leader: Callable[[], bool],
         on_change: Callable[[ServiceKey], None],
-        is_cordoned: Callable[[str], bool] = lambda _node: False,
+        departure_of: Callable[[str], NodeDeparture | None] = lambda _node: None,
     ) -> None:
-        self._is_cordoned = is_cordoned
+        self._departure_of = departure_of
         self._objects, self._cache, self._probes = objects, cache, probes
         self._settings, self._is_leader, self._on_change = settings, is_leader, on_change
         self._stopped_uids: dict[InstanceKey, str] = {}
@@ -175,7 +175,7 @@ class PodRuntime:
 
     def _observe_engine(self, key: InstanceKey, pod: Object) -> EngineObservation:
         engine = observe_pod(pod, stopped=self._is_stop_requested(key, pod))
-        engine = replace(engine, node_cordoned=self._is_cordoned(pod.get("spec", {}).get("nodeName", "")))
+        engine = replace(engine, node_departure=self._departure_of(pod.get("spec", {}).get("nodeName", "")))
         if engine.state is not EngineState.RUNNING or engine.terminating or self._is_probed(key, pod):
             return engine
         instance = self._cache.get_resource(PDInstance, key.namespace, key.name)

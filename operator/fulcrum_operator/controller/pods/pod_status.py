@@ -39,6 +39,8 @@ class StartFailure(NamedTuple):
     message: str
     cluster_reason: str
     """Reason of the scheduler or the kubelet; the message begins with it."""
+    lacks_room: bool = False
+    """Whether the scheduler found nodes that suit the pod but have too little of a resource left."""
 
 
 def observe_pod(pod: Pod, *, stopped: bool = False) -> EngineObservation:
@@ -64,7 +66,7 @@ def observe_pod(pod: Pod, *, stopped: bool = False) -> EngineObservation:
         exit_reason=_last_exit(container),
         reason=start_failure.reason if start_failure else "",
         message=start_failure.message if start_failure else message,
-        lacks_room=start_failure is not None and _lacks_room(start_failure),
+        lacks_room=start_failure is not None and start_failure.lacks_room,
         out_of_memory=_last_termination(container).get("reason") == _OOM_KILLED,
         image=container.get("imageID") or None,
         since_s=parse_time(since) if since else None,
@@ -173,12 +175,8 @@ def _start_failure(cluster_reason: str, message: str | None) -> StartFailure:
         reason = conditions.UNSCHEDULABLE
     else:
         reason = conditions.ENGINE_START_FAILED
-    return StartFailure(reason, _format_reason(cluster_reason, message), cluster_reason)
-
-
-def _lacks_room(failure: StartFailure) -> bool:
-    """Whether the scheduler found nodes that suit the pod but have too little of a resource left."""
-    return failure.reason == conditions.UNSCHEDULABLE and _TOO_LITTLE in failure.message
+    lacks_room = reason == conditions.UNSCHEDULABLE and _TOO_LITTLE in (message or "")
+    return StartFailure(reason, _format_reason(cluster_reason, message), cluster_reason, lacks_room)
 
 
 def _last_exit(container: dict[str, Any]) -> str | None:

@@ -19,8 +19,8 @@ _MOST_SEVERE_FIRST = (
     *(conditions.ROLLED_BACK, conditions.IMAGE_PULL_FAILED, conditions.ROUTER_START_FAILED),
     conditions.ENGINE_START_FAILED,
     *(conditions.UNSCHEDULABLE, conditions.NODE_LOST, conditions.INSTANCE_LOST),
-    *(conditions.INSTANCES_FAILED, conditions.RELABEL_NOT_SUPPORTED, conditions.CRDS_OUTDATED),
-    conditions.TEMPLATE_PROBLEM,
+    *(conditions.INSTANCES_FAILED, conditions.RELABEL_NOT_SUPPORTED, conditions.NODES_FORBIDDEN),
+    *(conditions.CRDS_OUTDATED, conditions.TEMPLATE_PROBLEM),
 )
 """The condition gets the first of these reasons that was found."""
 

@@ -20,7 +20,7 @@ def progressing(
     changing = [f"{i.metadata.name} {i.status.phase}" for i in desired if i.status.phase in _CHANGING_PHASES]
     rolling = [report.pool for report in pools if report.view.rolling_out]
     paused_pools = [report.view.name for report in pools if report.view.held_by_pause]
-    moving = [report.view for report in pools if report.view.on_cordoned_nodes]
+    moving = [report.view for report in pools if report.view.departing]
     if rolling:
         in_place = [report.view for report in pools if report.view.in_place]
         reason = conditions.ROLLING_OUT_IN_PLACE if in_place else conditions.ROLLOUT_PROGRESSING
@@ -60,10 +60,12 @@ def _describe_in_place(view: PoolView) -> str:
 
 
 def _describe_moving(view: PoolView) -> str:
-    where = f"{_list_names(view.on_cordoned_nodes)} on cordoned nodes"
+    where = f"{_list_names(view.departing)} on nodes to be drained ({', '.join(view.departure_causes)})"
     if view.can_move:
         return f"{where}: new instances replace them first"
-    return f"{where}: {_list_names(view.cannot_start)} cannot start instead, so an eviction may take one away"
+    names = _list_names(view.cannot_start)
+    obstacle = f"{names} cannot start instead" if names else "no new instance can be created instead"
+    return f"{where}: {obstacle}, so an eviction may take one away"
 
 
 def _list_names(instances: tuple[PDInstance, ...]) -> str:

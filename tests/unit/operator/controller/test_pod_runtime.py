@@ -7,7 +7,7 @@ import pytest
 from fulcrum_cluster.objects import POD, kind_of_resource
 from fulcrum_core.api import PDInstance, PDService
 from fulcrum_core.errors import Forbidden, InvalidInput
-from fulcrum_core.ports import EngineState, InstanceKey
+from fulcrum_core.ports import EngineState, InstanceKey, NodeDeparture
 from fulcrum_core.values import FlipStrategy, Phase, Role
 from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.cached_store import NotLeader
@@ -29,7 +29,7 @@ class RuntimeUnderTest:
 
     def __init__(self) -> None:
         self.objects, self.notified, self.is_leader = FakePods(), list[ServiceKey](), True
-        self.cordoned: set[str] = set()
+        self.departures: dict[str, NodeDeparture] = {}
         self.probe_result: FlipStrategy | None = FlipStrategy.RELABEL
         self.probes = RoleProbes(self._probe)
         self.cache = ObjectCache(self.notified.append)
@@ -40,7 +40,7 @@ class RuntimeUnderTest:
             self.probes,
             SETTINGS,
             is_leader=lambda: self.is_leader,
-            is_cordoned=lambda node: node in self.cordoned,
+            departure_of=self.departures.get,
             on_change=self.notified.append,
         )
         self.version = 1
@@ -234,11 +234,11 @@ async def test_a_pod_beyond_a_quota_lacks_room(
     await under_test.runtime.stop(KEY)
 
 
-async def test_an_engine_on_a_cordoned_node_is_observed_as_such(under_test: RuntimeUnderTest) -> None:
+async def test_an_engine_on_a_departing_node_is_observed_as_such(under_test: RuntimeUnderTest) -> None:
     await under_test.start()
     under_test.cache.put_object(
         POD, under_test.objects.put(under_test.objects.pods["chat-0"] | {"spec": {"nodeName": "n1"}})
     )
-    before = [engine.node_cordoned for engine in under_test.runtime.observe("default")]
-    under_test.cordoned.add("n1")
-    assert (before, [e.node_cordoned for e in under_test.runtime.observe("default")]) == ([False], [True])
+    before = [engine.node_departure for engine in under_test.runtime.observe("default")]
+    cordon = under_test.departures["n1"] = NodeDeparture("cordoned", 1.0, is_certain=False)
+    assert (before, [e.node_departure for e in under_test.runtime.observe("default")]) == ([None], [cordon])

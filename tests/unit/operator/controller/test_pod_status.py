@@ -64,6 +64,13 @@ KILLED = {"terminated": {"exitCode": 137, "reason": "OOMKilled", "finishedAt": T
 UNSCHEDULABLE = condition(
     "PodScheduled", "False", reason="Unschedulable", message="0/3 nodes are available:\n3 Insufficient cpu."
 )
+_NODES = "; ".join(f"node pool {number} had untolerated taint(s)" for number in range(20))
+FULL_BEFORE_TAINTS = condition(
+    "PodScheduled",
+    "False",
+    reason="Unschedulable",
+    message=f"0/60 nodes are available: {'x' * 120} 3 Insufficient nvidia.com/gpu. {_NODES}",
+)
 PULL_FAILED = {"waiting": {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "x:1"'}}
 CRASH_LOOP = {
     "waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s restarting failed container"}
@@ -303,3 +310,8 @@ def test_a_waiting_containers_reason_becomes_a_reason_of_the_condition_degraded(
     waiting = container({"waiting": {"reason": cluster_reason, "message": "why"}}, image="")
     found = observe_pod(pod(phase="Pending", conditions=conditions("False"), containerStatuses=[waiting]))
     assert (found.reason, found.message) == (reason, f"{cluster_reason}: why")
+
+
+def test_the_whole_message_of_the_scheduler_says_that_there_is_no_room() -> None:
+    engine = observe_pod(pod(phase="Pending", node="", conditions=[FULL_BEFORE_TAINTS]))
+    assert (engine.lacks_room, "Insufficient" in engine.message) == (True, False)

@@ -6,7 +6,12 @@ import pytest
 
 from fulcrum_core.values import Phase
 from fulcrum_operator.plan.instance_state import revision_of
-from fulcrum_operator.plan.room import EVICTION_WAIT_S, SURGE_WAIT_S, plan_min_available
+from fulcrum_operator.plan.room import (
+    EVICTION_WAIT_S,
+    PROGRESS_TIMEOUT_MIN_S,
+    SURGE_WAIT_S,
+    plan_min_available,
+)
 from tests.properties.simulated_service import SimulatedService, make_settled_service
 from tests.unit.operator.builders import service
 
@@ -91,7 +96,7 @@ def test_instances_of_a_drained_node_are_replaced_first_where_there_is_room(inst
     fleet.cordon(*on_node)
     fleet.reconcile()  # the operator sees the cordon; then pods are evicted
     seen = run(fleet, 120, draining=True)
-    assert fleet.cordoned == set()
+    assert fleet.cordoned == {}
     assert min(count for count, _ in seen) >= max(1, instances - 1)
     assert (serving(fleet), len(fleet.instances), progressing(fleet)[0]) == (instances, instances, "Settled")
 
@@ -103,11 +108,84 @@ def test_a_node_without_a_replacement_is_drained_after_a_while(instances: int) -
     fleet.cordon(*on_node)
     fleet.reconcile()
     seen = run(fleet, 90, draining=True)
-    assert fleet.cordoned == set()
+    assert fleet.cordoned == {}
     assert serving(fleet) == instances - len(on_node)
     if instances < 3:
         assert {count for count, _ in seen[: int(EVICTION_WAIT_S / STEP_S) - 1]} == {instances}
         assert "EvictionAllowed" in {reason for _, reason in seen}
+
+
+@pytest.mark.parametrize(
+    ("fault", "wait_s"),
+    [
+        pytest.param("starts_fail", EVICTION_WAIT_S, id="it crash-loops"),
+        pytest.param("refuses_instances", EVICTION_WAIT_S, id="it cannot be created"),
+        pytest.param("starts_hang", PROGRESS_TIMEOUT_MIN_S, id="it starts for ever"),
+    ],
+)
+@pytest.mark.parametrize("instances", [1, 2, 8])
+def test_a_drain_goes_on_if_the_replacement_never_serves(instances: int, fault: str, wait_s: float) -> None:
+    fleet = make_settled_service({"instances": instances})
+    setattr(fleet, fault, True)
+    fleet.cordon("chat-0")
+    fleet.reconcile()
+    waiting = run(fleet, wait_s - STEP_S)
+    assert {count for count, _ in waiting} == {instances}
+    assert "EvictionAllowed" not in {reason for _, reason in waiting}
+    seen = run(fleet, 2 * wait_s, draining=True)
+    assert fleet.cordoned == {}
+    if instances < 3:
+        assert "EvictionAllowed" in {reason for _, reason in seen}
+    assert serving(fleet) == instances - 1
+
+
+def test_the_condition_says_that_no_instance_can_be_created() -> None:
+    fleet = make_settled_service({"instances": 2})
+    fleet.refuses_instances = True
+    fleet.cordon("chat-0")
+    run(fleet, EVICTION_WAIT_S + STEP_S)
+    assert progressing(fleet)[1].split("; ")[0] == (
+        "chat-0 on nodes to be drained (cordoned): no new instance can be created instead, "
+        "so an eviction may take one away"
+    )
+
+
+def largest_number_of_instances(fleet: SimulatedService, *names: str, taint: str = "") -> int:
+    """The largest number of instances while these move away from their node."""
+    fleet.cordon(*names, taint=taint)
+    largest = 0
+    for _ in range(200):
+        fleet.reconcile()
+        largest = max(largest, sum(i.status.phase is not Phase.TERMINATING for i in fleet.instances.values()))
+        fleet.advance(STEP_S)
+    assert (fleet.cordoned, serving(fleet)) == ({}, 8)
+    return largest
+
+
+@pytest.mark.parametrize(
+    ("spec", "taint", "largest"),
+    [
+        pytest.param({}, "", 9, id="one at a time from a cordoned node"),
+        pytest.param({"disruption": {"maxUnavailable": 3}}, "", 11, id="as many as the manifest allows"),
+        pytest.param({}, "karpenter.sh/disrupted", 14, id="all at once if the node will be deleted"),
+    ],
+)
+def test_instances_move_from_a_cordoned_node_a_few_at_a_time(
+    spec: dict[str, Any], taint: str, largest: int
+) -> None:
+    fleet = make_settled_service({"instances": 8, **spec})
+    names = [f"chat-{number}" for number in range(6)]
+    assert largest_number_of_instances(fleet, *names, taint=taint) == largest
+
+
+@pytest.mark.parametrize(("taint", "moves"), [("", False), ("ToBeDeletedByClusterAutoscaler", True)])
+def test_instances_that_stay_on_cordoned_nodes_leave_only_nodes_that_will_be_deleted(
+    taint: str, moves: bool
+) -> None:
+    fleet = make_settled_service({"instances": 2, "disruption": {"cordonedNodes": "Stay"}})
+    fleet.cordon("chat-0", taint=taint)
+    run(fleet, 60)
+    assert (fleet.min_available, "chat-0" not in fleet.instances) == (1, moves)
 
 
 def test_the_last_of_a_role_moves_too() -> None:
@@ -137,8 +215,8 @@ def test_an_uncordoned_node_keeps_its_instance() -> None:
         pytest.param(8, (3, 5), {}, 8, id="none below the floors"),
         pytest.param(1, (1, 1), {}, 1, id="a single instance is replaced first"),
         pytest.param(0, (1, 1), {}, 0, id="no instance"),
-        pytest.param(2, (1, 1), {"sees_cordons": False}, 1, id="an operator that does not see cordons"),
-        pytest.param(1, (1, 1), {"sees_cordons": False}, 0, id="and has a single instance"),
+        pytest.param(2, (1, 1), {"sees_nodes": False}, 1, id="an operator that does not see nodes"),
+        pytest.param(1, (1, 1), {"sees_nodes": False}, 0, id="and has a single instance"),
         pytest.param(8, (3, 5), {"can_move": False}, 7, id="no replacement can start"),
         pytest.param(8, (1, 1), {"can_move": False, "serving": 6}, 5, id="and one was evicted before"),
         pytest.param(1, (1, 1), {"can_move": False}, 0, id="no replacement for a single instance"),
@@ -148,7 +226,7 @@ def test_evictions_leave_the_floors_unless_that_would_block_a_drain(
     desired: int, floors: tuple[int, int], fields: dict[str, Any], least: int
 ) -> None:
     chat = service(instances=8, roles={"prefill": {"min": floors[0]}, "decode": {"min": floors[1]}})
-    given = {"serving": desired, "can_move": True, "sees_cordons": True, **fields}
+    given = {"serving": desired, "can_move": True, "sees_nodes": True, **fields}
     assert plan_min_available(chat, desired=desired, **given) == least
 
 
@@ -159,4 +237,4 @@ def test_disruption_in_the_manifest_replaces_the_floors(max_unavailable: int, le
         roles={"prefill": {"min": 4}, "decode": {"min": 4}},
         disruption={"maxUnavailable": max_unavailable},
     )
-    assert plan_min_available(chat, desired=8, serving=8, can_move=True, sees_cordons=True) == least
+    assert plan_min_available(chat, desired=8, serving=8, can_move=True, sees_nodes=True) == least

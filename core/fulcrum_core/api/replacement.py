@@ -1,0 +1,73 @@
+"""How instances of a service are drained, replaced and moved: parts of a PDService's spec."""
+
+from typing import Literal, Self
+
+from pydantic import ConfigDict, Field, StrictBool, StrictInt, model_validator
+
+from fulcrum_core.api.meta import ApiModel, Duration, cel_rule
+
+
+class DrainSpec(ApiModel):
+    """How an instance is drained before it stops."""
+
+    timeout: Duration = Field(
+        default=120.0,
+        ge=0,
+        description="Longest wait for an instance's requests before the instance is stopped (default 120s).",
+    )
+
+
+class RolloutSpec(ApiModel):
+    """How instances are replaced when their launch spec changes."""
+
+    model_config = ConfigDict(
+        json_schema_extra=cel_rule(
+            "self.maxSurge + self.maxUnavailable > 0",
+            "has maxSurge and maxUnavailable 0: nothing could be replaced",
+        )
+    )
+
+    max_surge: StrictInt = Field(
+        default=1,
+        ge=0,
+        le=1024,
+        description="Instances of a pool that may exist beyond the desired number (default 1).",
+    )
+    max_unavailable: StrictInt = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="Instances of a pool that may be missing during a roll-out (default 0).",
+    )
+    paused: StrictBool = Field(default=False, description="Whether no instance is replaced (default false).")
+    progress_deadline: Duration | None = Field(
+        default=None,
+        gt=0,
+        description="Longest wait for a new instance to become ready before the last good revision returns "
+        "(default: two minutes and ten times the engine's start-up time).",
+    )
+
+    @model_validator(mode="after")
+    def _check_surge_or_unavailable(self) -> Self:
+        if not self.max_surge + self.max_unavailable:
+            raise ValueError("has maxSurge and maxUnavailable 0: nothing could be replaced")
+        return self
+
+
+class DisruptionSpec(ApiModel):
+    """How many instances a drain of a node may take away or move at a time."""
+
+    max_unavailable: StrictInt | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="Instances that may be missing because of evictions, and that are moved from cordoned "
+        "nodes at a time (default: one, and none missing below the floors, because new instances replace "
+        "those on nodes that are about to be drained first).",
+    )
+    cordoned_nodes: Literal["Move", "Stay"] = Field(
+        default="Move",
+        description="Move: instances on cordoned nodes are replaced on other nodes, also if nobody drains "
+        "the node. Stay: they serve on until they are evicted, and are replaced afterwards (default Move). "
+        "Instances on nodes that will be deleted always move.",
+    )
