@@ -12,7 +12,7 @@ simulation_tests := tests/properties tests/simulation
 service_tests := tests/integration/cli tests/examples
 program_tests := tests/integration $(addprefix --ignore=,$(service_tests))
 
-.PHONY: help play test test-kubernetes test-engines test-all check generate verify lock cli engine bench clean \
+.PHONY: help play test test-kubernetes test-engines test-all check generate verify lock cli engine bench docs clean \
 	setup-kubernetes setup-engines check-format check-lint check-types check-contracts check-simulation check-unit-tests \
 	test-services test-programs
 
@@ -71,12 +71,16 @@ check-simulation: .venv/.dev
 check-unit-tests: .venv/.dev
 	@tools/test unit -q $(unit_tests)
 
-generate: .venv/.dev ## rewrite generated files: crds/, and the CRDs and the table of values in the chart
+generate: .venv/.dev ## rewrite generated files: crds/, CRDs and table of values in the chart, docs/reference/
 	$(bin)/python -m fulcrum_core.api.crds crds
 	$(bin)/python tools/generate_chart.py crds helm/fulcrum
+	$(bin)/python -m tools.reference docs/reference
 
-verify: .venv/.dev ## fail if `make generate` would change a file
+verify: .venv/.dev ## fail if `make generate` would change a file, or the documentation has a warning or a dead link
 	tools/verify
+
+docs: .venv/.dev ## the documentation as a site, in .cache/site
+	$(bin)/zensical build --strict
 
 lock: ## resolve requirements/*.lock again; ARGS=--upgrade takes newer versions
 	tools/lock $(ARGS)

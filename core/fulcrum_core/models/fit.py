@@ -9,7 +9,23 @@ from fulcrum_core.models.facts import KvPrecision, ModelFacts, WeightPrecision
 from fulcrum_core.models.sizes import GIB, rank_kv_bytes_per_token, rank_weight_bytes
 
 MODEL_UNKNOWN = "ModelUnknown"
-"""Reason of a result without the model's config.json."""
+"""The model's config.json could not be read."""
+HARDWARE_UNKNOWN = "HardwareUnknown"
+"""The devices of the instance, or their memory, are not known."""
+FITS = "Fits"
+"""The weights and the KV cache of one request of the longest context fit."""
+WEIGHTS_TOO_LARGE = "WeightsTooLarge"
+"""The weights alone exceed the memory of the devices."""
+CONTEXT_TOO_LONG = "ContextTooLong"
+"""The KV cache has no room for one request of the longest context, or the model has no such context."""
+DEVICES_DO_NOT_MATCH = "DevicesDoNotMatch"
+"""The parallelism needs another number of devices than the instance has."""
+HEADS_DO_NOT_DIVIDE = "HeadsDoNotDivide"
+"""The attention heads or KV heads do not divide over the ranks of tensor parallelism."""
+LAYERS_DO_NOT_DIVIDE = "LayersDoNotDivide"
+"""The model has fewer layers than pipeline stages."""
+NO_EXPERTS = "NoExperts"
+"""Expert parallelism is set for a model without experts."""
 GPU_UTILIZATION = 0.9
 """The share of a device's memory that the engine may take."""
 _RESERVE_SHARE = 0.07
@@ -76,7 +92,7 @@ def check_fit(facts: ModelFacts | None, hardware: HardwareFacts, layout: Layout)
         )
         return Fit(
             status="Unknown",
-            reason="HardwareUnknown",
+            reason=HARDWARE_UNKNOWN,
             message=message,
             device_weight_bytes=round(weights),
         )
@@ -104,7 +120,7 @@ def _memory_fit(facts: ModelFacts, hardware: HardwareFacts, layout: Layout, weig
             f"weights and KV cache; {_suggest_tensor_parallel(weights, usable, layout)}"
         )
         return Fit(
-            status="False", reason="WeightsTooLarge", message=message, device_weight_bytes=round(weights)
+            status="False", reason=WEIGHTS_TOO_LARGE, message=message, device_weight_bytes=round(weights)
         )
     per_token = rank_kv_bytes_per_token(facts, tensor=layout.tensor, pipeline=layout.pipeline, kv=layout.kv)
     rank_tokens = int((usable - weights) / per_token)
@@ -118,7 +134,7 @@ def _memory_fit(facts: ModelFacts, hardware: HardwareFacts, layout: Layout, weig
     none = f"one request of {request_tokens:,} tokens does not fit; maxLength {rank_tokens:,} would"
     return Fit(
         status="True" if fits else "False",
-        reason="Fits" if fits else "ContextTooLong",
+        reason=FITS if fits else CONTEXT_TOO_LONG,
         message=f"{numbers}: {many if fits else none}",
         device_weight_bytes=round(weights),
         kv_capacity_tokens=layout.data * rank_tokens,
@@ -142,23 +158,23 @@ def _refuse_layout(facts: ModelFacts | None, layout: Layout) -> Fit | None:
             f"tensor {layout.tensor} × pipeline {layout.pipeline} × data {layout.data} takes "
             f"{format_count(layout.devices_needed, 'device')}, the hardware has {layout.devices}"
         )
-        return Fit(status="False", reason="DevicesDoNotMatch", message=message)
+        return Fit(status="False", reason=DEVICES_DO_NOT_MATCH, message=message)
     if facts is None:
         return None
     if facts.attention_heads % layout.tensor:
         message = f"{facts.attention_heads} attention heads do not divide over {layout.tensor} ranks"
-        return Fit(status="False", reason="HeadsDoNotDivide", message=message)
+        return Fit(status="False", reason=HEADS_DO_NOT_DIVIDE, message=message)
     if not facts.latent and facts.kv_heads % layout.tensor and layout.tensor % facts.kv_heads:
         message = f"{facts.kv_heads} KV heads and {layout.tensor} ranks: neither divides the other"
-        return Fit(status="False", reason="HeadsDoNotDivide", message=message)
+        return Fit(status="False", reason=HEADS_DO_NOT_DIVIDE, message=message)
     if layout.pipeline > facts.layers:
         message = f"{facts.layers} layers do not divide over {layout.pipeline} pipeline stages"
-        return Fit(status="False", reason="LayersDoNotDivide", message=message)
+        return Fit(status="False", reason=LAYERS_DO_NOT_DIVIDE, message=message)
     if layout.expert and not facts.is_moe:
         message = "expert parallelism needs a model with experts"
-        return Fit(status="False", reason="NoExperts", message=message)
+        return Fit(status="False", reason=NO_EXPERTS, message=message)
     longest = layout.max_tokens
     if longest and longest > facts.context_tokens:
         message = f"maxLength {longest:,} is beyond the model's context of {facts.context_tokens:,} tokens"
-        return Fit(status="False", reason="ContextTooLong", message=message)
+        return Fit(status="False", reason=CONTEXT_TOO_LONG, message=message)
     return None

@@ -1,0 +1,39 @@
+"""The documentation names what the code has, and each command in it is run by a test or says why not."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.documented_commands import EXECUTED_PAGES, list_command_blocks
+from tests.paths import ROOT
+from tools.reference.conditions import list_reasons
+
+DOCS = ROOT / "docs"
+REASONS = list_reasons()
+
+
+def list_sections(page: Path) -> list[str]:
+    return re.findall(r"^## (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("condition", REASONS)
+def test_each_reason_of_a_condition_has_a_section_in_its_runbook(condition: str) -> None:
+    sections = list_sections(DOCS / "runbooks" / f"{condition}.md")
+    assert sorted(sections) == sorted(reason.value for reason in REASONS[condition])
+
+
+@pytest.mark.parametrize("condition", REASONS)
+def test_each_reason_of_a_condition_says_what_it_means(condition: str) -> None:
+    assert [reason.value for reason in REASONS[condition] if not reason.meaning] == []
+
+
+def test_each_page_with_command_blocks_is_executed() -> None:
+    pages = [path for path in sorted(DOCS.rglob("*.md")) if "```sh" in path.read_text(encoding="utf-8")]
+    executable = (page for page in pages if any(b.note is None for b in list_command_blocks(page)))
+    assert [str(page.relative_to(DOCS)) for page in executable] == sorted(EXECUTED_PAGES)
+
+
+def test_each_command_block_that_is_not_executed_says_why() -> None:
+    blocks = [block for page in EXECUTED_PAGES for block in list_command_blocks(DOCS / page)]
+    assert [block.commands for block in blocks if block.note is not None and len(block.note) < 10] == []
