@@ -26,8 +26,9 @@ from fulcrum_router.control.metrics import build_registry
 from fulcrum_router.control.metrics_port import MetricsPage, make_metrics_app
 from fulcrum_router.control.state_port import make_app
 from fulcrum_router.data_path.downstream import ClientServer
+from fulcrum_router.data_path.handshakes import TlsAcceptor
 from fulcrum_router.data_path.limits import raise_file_limit, read_process_bytes
-from fulcrum_router.data_path.tls import HANDSHAKE_TIMEOUT_S, make_tls_context, reload_certificate
+from fulcrum_router.data_path.tls import make_tls_context, reload_certificate
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.kv_transfer.canaries import CanaryScheduler
 from fulcrum_router.observe.engines import EngineProber
@@ -37,6 +38,8 @@ from fulcrum_router.policy.intervals import SWEEP_INTERVAL_S
 from fulcrum_router.router import Router
 from fulcrum_router.settings import DEFAULT_TIER, ServiceSettings, Tier, Timeouts
 
+BACKLOG = 4_096
+"""Connections that wait to be accepted."""
 GC_THRESHOLD_OBJECTS = 50_000
 """New objects after which the garbage collector runs: requests leave no cycles, so such growth is a leak."""
 SYNC_TIMEOUT_S = 5.0
@@ -76,26 +79,37 @@ class RouterServer:
         self, bound: socket.socket, *, tls: ssl.SSLContext | None = None
     ) -> AsyncIterator[None]:
         """Serve clients on a bound socket inside the block; at its end, requests in flight get `grace_s`."""
-        loop = asyncio.get_running_loop()
         prober = EngineProber(self.router.fleet, on_ejection=self.router.record_ejection)
-        server = await loop.create_server(
-            self.clients,
-            sock=bound,
-            backlog=4096,
-            ssl=tls,
-            ssl_handshake_timeout=None if tls is None else HANDSHAKE_TIMEOUT_S,
-        )
         async with (
             _keep_running(self.router, "time-outs", self._check_deadlines),
             _keep_running(self.router, "probes", prober.run),
         ):
             try:
+                async with self._accepting(bound, tls):
+                    yield
+            finally:
+                await self._drain()
+                self.router.fleet.keep_only(())
+
+    @contextlib.asynccontextmanager
+    async def _accepting(self, bound: socket.socket, tls: ssl.SSLContext | None) -> AsyncIterator[None]:
+        """Accept connections inside the block."""
+        close: Callable[[], None]
+        accepting: AbstractAsyncContextManager[object]
+        if tls is None:
+            server = await asyncio.get_running_loop().create_server(self.clients, sock=bound, backlog=BACKLOG)
+            close, accepting = server.close, contextlib.AsyncExitStack()
+        else:
+            bound.setblocking(False)
+            bound.listen(BACKLOG)
+            run = functools.partial(TlsAcceptor(tls, self.clients).run, bound)
+            close, accepting = bound.close, _keep_running(self.router, "handshakes", run)
+        async with accepting:
+            try:
                 yield
             finally:
                 self.router.stopping = True
-                server.close()
-                await self._drain()
-                self.router.fleet.keep_only(())
+        close()
 
     async def _drain(self) -> None:
         self.clients.close()

@@ -16,7 +16,6 @@ from fulcrum_core.errors import InvalidInput
 log = structlog.get_logger()
 
 RELOAD_INTERVAL_S = 30.0
-HANDSHAKE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,16 @@
 
 import asyncio
 import datetime
+import socket
 import ssl
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import aiohttp
 import pytest
+import uvloop
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -16,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fulcrum_core.errors import InvalidInput
 from fulcrum_router.background import background_task
 from fulcrum_router.data_path import tls
+from fulcrum_router.data_path.handshakes import TlsAcceptor
 from fulcrum_router.data_path.tls import TlsFiles, make_tls_context, reload_certificate
 from tests.integration.router.fake_engines import DEADLINE_S, FakeEngine, build_post, run_router
 from tests.waiting import wait_until
@@ -79,12 +83,31 @@ async def read_serial(port: int, files: TlsFiles) -> int | None:
     return int(certificate["serialNumber"], 16)
 
 
+@asynccontextmanager
+async def accept_connections(acceptor: TlsAcceptor) -> AsyncIterator[int]:
+    """Have an acceptor listen; yields its port."""
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        bound.setblocking(False)
+        async with background_task(partial(acceptor.run, bound), name="handshakes", failures={}):
+            yield bound.getsockname()[1]
+
+
+class EchoProtocol(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.transport.write(data)
+
+
 def _reloading(context: ssl.SSLContext, files: TlsFiles) -> AbstractAsyncContextManager[None]:
     return background_task(partial(reload_certificate, context, files), name="certificate", failures={})
 
 
-async def test_requests_and_streams_are_served_with_tls(tmp_path: Path) -> None:
-    files = write_certificate(tmp_path, serial=1)
+async def send_requests_with_tls(folder: Path) -> list[tuple[int, int]]:
+    """Send a completion and a stream; return statuses and numbers of tokens."""
+    files, got = write_certificate(folder, serial=1), []
     async with (
         run_router(FakeEngine("p1"), FakeEngine("d1"), tls=make_tls_context(files)) as world,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trust(files))) as client,
@@ -92,7 +115,16 @@ async def test_requests_and_streams_are_served_with_tls(tmp_path: Path) -> None:
         url = f"https://localhost:{world.port}/v1/completions"
         for stream in (False, True):
             async with client.post(url, json={"prompt": "hi", "stream": stream}) as response:
-                assert (response.status, (await response.text()).count("p1 ")) == (200, 3)
+                got.append((response.status, (await response.text()).count("p1 ")))
+    return got
+
+
+async def test_requests_and_streams_are_served_with_tls(tmp_path: Path) -> None:
+    assert await send_requests_with_tls(tmp_path) == [(200, 3), (200, 3)]
+
+
+def test_requests_and_streams_are_served_with_tls_on_the_routers_own_event_loop(tmp_path: Path) -> None:
+    assert uvloop.run(send_requests_with_tls(tmp_path)) == [(200, 3), (200, 3)]
 
 
 async def test_a_rejected_client_and_one_without_tls_are_disconnected(tmp_path: Path) -> None:
@@ -110,6 +142,43 @@ async def test_a_rejected_client_and_one_without_tls_are_disconnected(tmp_path: 
         reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
         writer.write(build_post(b"{}"))
         assert b"HTTP" not in await reader.read()
+        writer.close()
+
+
+async def leave_handshakes_unfinished(folder: Path) -> tuple[int, int, int]:
+    """Begin 20 handshakes where 8 are allowed, then a connection that says hello. Count what failed."""
+    files = write_certificate(folder, serial=1)
+    acceptor = TlsAcceptor(make_tls_context(files), EchoProtocol, max_handshakes=8, timeout_s=DEADLINE_S)
+    async with accept_connections(acceptor) as port, asyncio.timeout(DEADLINE_S):
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        await wait_until(lambda: acceptor.failures == 12, "the oldest are aborted")
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", port, ssl=trust(files), server_hostname="localhost"
+        )
+        writer.write(b"hello")
+        assert await reader.readexactly(5) == b"hello"
+        aborted = 0
+        for peer, _ in silent[:13]:
+            with suppress(ConnectionError):
+                assert await peer.read() == b""
+            aborted += 1
+        for _, opened in (*silent, (reader, writer)):
+            opened.close()
+        return aborted, acceptor.handshakes, acceptor.failures
+
+
+async def test_handshakes_that_are_not_finished_are_limited_and_leave_room_for_others(tmp_path: Path) -> None:
+    assert await leave_handshakes_unfinished(tmp_path) == (13, 7, 13)
+
+
+async def test_a_handshake_that_takes_too_long_is_aborted(tmp_path: Path) -> None:
+    context = make_tls_context(write_certificate(tmp_path, serial=1))
+    acceptor = TlsAcceptor(context, EchoProtocol, timeout_s=0.05)
+    async with accept_connections(acceptor) as port, asyncio.timeout(DEADLINE_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        with suppress(ConnectionError):
+            assert await reader.read() == b""
+        await wait_until(lambda: acceptor.failures == 1, "the handshake has failed")
         writer.close()
 
 
