@@ -266,8 +266,7 @@ class Children:
         if body["kind"] not in CREATE_ONLY_KINDS:
             created = await self._own_created_fields(key, created)
         if kind in WATCHED_CHILDREN:
-            self._cache.put_object(kind, created)
-            self._current_versions[key] = created["metadata"].get("resourceVersion", "")
+            self._cache.put_object(kind, created)  # not counted as current: it may have been edited meanwhile
         else:
             self._found_unwatched[key] = service.metadata.uid
         return None

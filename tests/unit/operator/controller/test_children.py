@@ -7,10 +7,18 @@ from typing import Any
 
 import pytest
 
-from fulcrum_cluster.objects import SERVICE, SERVICE_ACCOUNT, Object, ObjectKind
+from fulcrum_cluster.objects import (
+    DEPLOYMENT,
+    SERVICE,
+    SERVICE_ACCOUNT,
+    Object,
+    ObjectKind,
+    kind_of_body,
+)
 from fulcrum_core.errors import AlreadyExists, Conflict, Forbidden, NotFound
 from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.children import Children
+from fulcrum_operator.controller.field_ownership import FIELD_MANAGER
 from tests.clocks import ManualClock
 from tests.unit.operator.builders import NOW_S, SETTINGS, service
 
@@ -129,3 +137,60 @@ async def test_the_endpoint_slice_is_replaced_when_the_family_of_the_service_cha
     objects.version = 100
     await children.sync(service(), min_available=1)
     assert (before, objects.stored["EndpointSlice", "chat-router"]["addressType"]) == ("IPv4", "IPv6")
+
+
+class EditedWhileCreated:
+    """An API server where somebody scales the Deployment right after its creation."""
+
+    def __init__(self) -> None:
+        self.deployment: Object = {}
+        self.applied: list[str] = []
+
+    async def get(self, kind: ObjectKind, name: str, *, namespace: str) -> Object:
+        if kind != DEPLOYMENT or not self.deployment:
+            raise NotFound(f"{namespace}/{name}")
+        return self.deployment
+
+    async def create(self, kind: ObjectKind, body: Object, *, namespace: str) -> Object:
+        del namespace
+        created = self._store(body, "1", set(body.get("spec", ())))
+        if kind == DEPLOYMENT:
+            self.deployment = self._store(body, "2", set(body["spec"]) - {"replicas"})
+        return created
+
+    async def patch(
+        self, kind: ObjectKind, name: str, patch: Object, *, namespace: str, resource_version: str
+    ) -> Object:
+        if kind != DEPLOYMENT:
+            raise NotFound(f"{namespace}/{name}")
+        if resource_version != self.deployment["metadata"]["resourceVersion"]:
+            raise Conflict("it was edited")
+        meta = {**self.deployment["metadata"], **patch["metadata"], "resourceVersion": "3"}
+        self.deployment = {**self.deployment, "metadata": meta}
+        return self.deployment
+
+    async def apply(self, body: Object, *, manager: str, force: bool) -> Object:
+        assert (manager, force) == (FIELD_MANAGER, True)
+        self.applied.append(f"{body['kind']} {body['metadata']['name']}")
+        return self._store(body, "4", set(body["spec"]))
+
+    @staticmethod
+    def _store(body: Object, version: str, owned: set[str]) -> Object:
+        fields = {"f:metadata": {}, **{f"f:{key}": {} for key in body if key != "spec"}}
+        spec = {"f:spec": {f"f:{key}": {} for key in owned}} if owned else {}
+        entry = {"manager": FIELD_MANAGER, "operation": "Update", "fieldsV1": {**fields, **spec}}
+        kind = kind_of_body(body)
+        entries = {"managedFields": [entry]} if kind == DEPLOYMENT else {}
+        meta = {"resourceVersion": version, "uid": f"u-{body['metadata']['name']}", **entries}
+        return {**body, "metadata": {**body["metadata"], **meta}}
+
+
+async def test_an_edit_between_creation_and_taking_over_the_fields_is_reverted() -> None:
+    objects = EditedWhileCreated()
+    api: Any = objects
+    children = Children(
+        api, ObjectCache(lambda _key: None), SETTINGS, ManualClock(NOW_S), is_leader=lambda: True
+    )
+    for _ in range(3):
+        await children.sync(service(), min_available=1)
+    assert objects.applied == ["Deployment chat-router"]
