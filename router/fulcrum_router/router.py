@@ -12,11 +12,11 @@ import time
 import structlog
 
 from fulcrum_core.values import AutoscalingMode
-from fulcrum_router.control.flip_requests import AppliedAssignment, FlipRequests
 from fulcrum_router.counters import PREFILL, Counters
-from fulcrum_router.data_path.limits import make_request_memory
+from fulcrum_router.fleet.flip_requests import AppliedAssignment, FlipRequests
 from fulcrum_router.fleet.instances import Fleet, Instance
 from fulcrum_router.http1.failures import Failure, LegFailed
+from fulcrum_router.http1.limits import make_request_memory
 from fulcrum_router.policy import FlipProposal, FlipProposalRules, TokensPerByte, TransferPairs, TtftErrors
 from fulcrum_router.policy.blame import Blame, find_blame, is_sickness
 from fulcrum_router.policy.journey import JourneyContext

@@ -13,10 +13,10 @@ from typing import cast
 from fulcrum_router.control import router_endpoints
 from fulcrum_router.data_path.exchange import Exchange
 from fulcrum_router.data_path.http10 import UnchunkedDownstream
-from fulcrum_router.data_path.limits import estimate_parsed_bytes, find_max_connections
 from fulcrum_router.data_path.pass_through import PASS_THROUGH_PATHS, PassThrough
 from fulcrum_router.data_path.request import ClientRequest, Downstream
 from fulcrum_router.http1 import responses
+from fulcrum_router.http1.limits import estimate_parsed_bytes, find_max_connections
 from fulcrum_router.http1.requests import FULL, Rejection, Request, RequestReader
 from fulcrum_router.router import Router
 

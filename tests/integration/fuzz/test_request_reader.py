@@ -7,7 +7,7 @@ from typing import NamedTuple
 import h11
 import pytest
 
-from fulcrum_router.data_path.limits import RequestMemory
+from fulcrum_router.http1.limits import RequestMemory
 from fulcrum_router.http1.requests import MAX_HEAD_BYTES, PIECE_BYTES, RequestReader
 from tests.integration.fuzz.conftest import RunFuzzer
 from tests.integration.fuzz.fuzzing import split_randomly

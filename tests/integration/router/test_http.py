@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from fulcrum_router.data_path import downstream as client_module
-from fulcrum_router.data_path.limits import UNFINISHED_SHARE, estimate_parsed_bytes
 from fulcrum_router.http1 import requests as request_module
+from fulcrum_router.http1.limits import UNFINISHED_SHARE, estimate_parsed_bytes
 from tests.integration.router.fake_engines import (
     DEADLINE_S,
     FakeEngine,

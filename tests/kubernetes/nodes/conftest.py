@@ -28,6 +28,7 @@ MODULE_ORDER = (
     "test_bad_input",
     "test_kills",
     "test_nodes",
+    "test_smallest_service",
     "test_api_server",  # Kubernetes' scheduler may miss a cordon for a minute afterwards
     "test_permissions",  # by then the audit log covers the other scenarios
     "test_deletion",

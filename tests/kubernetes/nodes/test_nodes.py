@@ -1,16 +1,14 @@
 """Nodes are drained, disconnected or killed under constant load from another node."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import RecordMeasurement
-from tests.kubernetes.nodes.components import are_components_ready, list_component_pods
-from tests.kubernetes.nodes.installation import Helm, build_values
+from tests.kubernetes.nodes.components import are_components_ready
 from tests.kubernetes.nodes.load import run_load
-from tests.kubernetes.nodes.service import INSTANCES, DeployedService
+from tests.kubernetes.nodes.service import DeployedService
 from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.waiting import wait_for
 
@@ -59,72 +57,6 @@ def test_drained_node_fails_no_request(
         cluster.kubectl("uncordon", victim)
     record_measurement(f"node drained: ready {ready_s:.1f} s afterwards")
     assert (window.all_succeeded(), left) == (True, [])
-
-
-@pytest.fixture
-def smallest_service(
-    cluster: Cluster,
-    service: DeployedService,
-    helm: Helm,
-    restored_nodes: None,  # noqa: ARG001 - afterwards the service is restored on all nodes
-) -> Iterator[DeployedService]:
-    """The service with two instances, each the last of its role, and one router."""
-    image = list_component_pods(cluster, "operator")[0].image
-    helm.upgrade(build_values(image, router={"replicas": 1}))
-    service.patch("pdservices", {"spec": {"instances": 2}})
-    _wait_for_pair(service)
-    yield service
-    cluster.kubectl("uncordon", *sorted(NODES))
-    service.patch("pdservices", {"spec": {"instances": INSTANCES}})
-    helm.upgrade(build_values(image))
-
-
-def _wait_for_pair(service: DeployedService) -> None:
-    wait_for(
-        lambda: (
-            service.phases() == {"Serving": 2}
-            and [pod.ready and not pod.terminating for pod in service.engines()] == [True, True]
-            and [pod.ready and not pod.terminating for pod in service.routers()] == [True]
-            and len(service.endpoints()) == 1
-        ),
-        "two instances and a router",
-        timeout_s=120,
-    )
-
-
-@pytest.mark.timeout(900)
-def test_each_node_in_turn_is_drained_under_two_instances_and_one_router(
-    cluster: Cluster, smallest_service: DeployedService, record_measurement: RecordMeasurement, seed: int
-) -> None:
-    results = []
-    for victim in sorted(NODES):
-        client = min(NODES - {victim})
-        with (
-            run_load(cluster, smallest_service, seed, node=client, report=record_measurement) as load,
-            load.window(f"kubectl drain {victim}, two instances", timeout_s=120) as window,
-        ):
-            began_s = time.monotonic()
-            cluster.kubectl("drain", victim, *_DRAIN_OPTIONS)
-            results.append((victim, time.monotonic() - began_s <= DRAIN_MAX_S))
-            record_measurement(f"drain of {victim} ended after {time.monotonic() - began_s:.1f} s")
-            cluster.kubectl("uncordon", victim)
-            _wait_for_pair(smallest_service)
-        assert window.all_succeeded(), str(window)
-    assert results == [(victim, True) for victim in sorted(NODES)]
-
-
-@pytest.mark.timeout(600)
-def test_a_drain_ends_on_a_cluster_without_room(
-    cluster: Cluster, smallest_service: DeployedService, record_measurement: RecordMeasurement
-) -> None:
-    """All nodes are cordoned, so that no replacement can start."""
-    victim = smallest_service.engines()[0].node
-    cluster.kubectl("cordon", *sorted(NODES))
-    began_s = time.monotonic()
-    cluster.kubectl("drain", victim, *_DRAIN_OPTIONS)
-    record_measurement(f"drain of {victim} without room ended after {time.monotonic() - began_s:.1f} s")
-    assert time.monotonic() - began_s <= DRAIN_MAX_S
-    assert "EvictionAllowed" in smallest_service.messages()
 
 
 @pytest.mark.timeout(600)

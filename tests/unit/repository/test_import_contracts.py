@@ -76,6 +76,22 @@ CASES = [
         {"simulator/fulcrum_simulator/x.py": "import fulcrum_cli"},
     ),
     ImportCase(
+        "two modules of a folder may not import one another",
+        "no-circles",
+        {
+            "cluster/fulcrum_cluster/x.py": "import fulcrum_cluster.y",
+            "cluster/fulcrum_cluster/y.py": "import fulcrum_cluster.x",
+        },
+    ),
+    ImportCase(
+        "two folders of a room may not import one another, through different modules",
+        "no-circles",
+        {
+            "router/fulcrum_router/fleet/x.py": "import fulcrum_router.kv_transfer.y",
+            "router/fulcrum_router/kv_transfer/y.py": "",
+        },
+    ),
+    ImportCase(
         "the simulator may not import the store",
         "simulator-sees-pure-halves",
         {"simulator/fulcrum_simulator/x.py": "import fulcrum_cluster"},
@@ -116,11 +132,11 @@ CASES = [
         },
     ),
     ImportCase(
-        "the operator's plan may import its manifests",
+        "the operator's manifests may import its plan",
         None,
         {
-            "operator/fulcrum_operator/manifests/x.py": "",
-            "operator/fulcrum_operator/plan/x.py": "import fulcrum_operator.manifests.x",
+            "operator/fulcrum_operator/plan/x.py": "",
+            "operator/fulcrum_operator/manifests/x.py": "import fulcrum_operator.plan.x",
         },
     ),
     ImportCase(

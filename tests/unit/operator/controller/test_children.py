@@ -176,9 +176,9 @@ class EditedWhileCreated:
 
     @staticmethod
     def _store(body: Object, version: str, owned: set[str]) -> Object:
-        fields = {"f:metadata": {}, **{f"f:{key}": {} for key in body if key != "spec"}}
-        spec = {"f:spec": {f"f:{key}": {} for key in owned}} if owned else {}
-        entry = {"manager": FIELD_MANAGER, "operation": "Update", "fieldsV1": {**fields, **spec}}
+        fields: Object = {f"f:{key}": {} for key in body}
+        fields["f:spec"] = {f"f:{key}": {} for key in owned}
+        entry = {"manager": FIELD_MANAGER, "operation": "Update", "fieldsV1": fields}
         kind = kind_of_body(body)
         entries = {"managedFields": [entry]} if kind == DEPLOYMENT else {}
         meta = {"resourceVersion": version, "uid": f"u-{body['metadata']['name']}", **entries}

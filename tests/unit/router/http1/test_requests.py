@@ -2,7 +2,7 @@
 
 import tracemalloc
 
-from fulcrum_router.data_path.limits import RequestMemory
+from fulcrum_router.http1.limits import RequestMemory
 from fulcrum_router.http1.requests import MAX_PIECES, PIECE_BYTES, RequestReader
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"

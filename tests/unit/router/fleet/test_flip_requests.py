@@ -6,7 +6,7 @@ import pytest
 
 from fulcrum_core.router_state import FlipRequest
 from fulcrum_core.values import Role
-from fulcrum_router.control.flip_requests import AppliedAssignment, FlipRequests
+from fulcrum_router.fleet.flip_requests import AppliedAssignment, FlipRequests
 from tests.waiting import run_pending_tasks
 
 pytestmark = pytest.mark.looptime

@@ -5,7 +5,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from fulcrum_router.data_path.limits import (
+from fulcrum_router.http1.limits import (
     LARGE_BODY_BYTES,
     LARGE_SHARE,
     MAX_HELD_BYTES,
