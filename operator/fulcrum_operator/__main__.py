@@ -100,6 +100,12 @@ def _parser() -> argparse.ArgumentParser:
         default={},
         help="resources of the router containers, as JSON (default: none)",
     )
+    add(
+        "--router-template",
+        type=_parse_template,
+        default={},
+        help="strategic merge patch of the router pods, as JSON (default: none)",
+    )
     add("--host", default=ANY_ADDRESS, help="address for /healthz, /readyz and /metrics (default: all)")
     add("--port", type=int, default=9093, help="port for /healthz, /readyz and /metrics; 0: any free port")
     return parser
@@ -136,6 +142,16 @@ def _parse_resources(text: str) -> dict[str, Any]:
         parsed = None
     if not isinstance(parsed, dict) or not set(parsed) <= {"requests", "limits", "claims"}:
         raise argparse.ArgumentTypeError(f"{text} is not a container's resources as JSON")
+    return parsed
+
+
+def _parse_template(text: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, dict) or not set(parsed) <= {"metadata", "spec"}:
+        raise argparse.ArgumentTypeError(f"{text} is not a patch of a pod's metadata and spec as JSON")
     return parsed
 
 
@@ -269,6 +285,7 @@ def _operator_options(args: argparse.Namespace) -> "OperatorOptions":
             image_pull_secrets=tuple(args.image_pull_secret),
             router_replicas=args.router_replicas,
             router_resources=args.router_resources,
+            router_template=args.router_template,
         ),
         namespace=args.namespace,
         token_file=args.token_file,

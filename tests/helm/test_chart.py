@@ -31,7 +31,15 @@ ALL_VALUES_CHANGED: dict[str, Any] = {
         "hubEndpoint": "https://hub.example",
         "metricsFrom": [{"podSelector": {"matchLabels": {"app": "prometheus"}}}],
     },
-    "router": {"replicas": 3, "resources": {"requests": {"cpu": 2}, "limits": {"memory": "1Gi"}}},
+    "router": {
+        "replicas": 3,
+        "resources": {"requests": {"cpu": 2}, "limits": {"memory": "1Gi"}},
+        "podAnnotations": {"example.com/note": "router"},
+        "nodeSelector": {"kubernetes.io/os": "linux"},
+        "tolerations": [{"key": "control", "operator": "Exists", "effect": "NoSchedule"}],
+        "affinity": {"nodeAffinity": {}},
+        "priorityClassName": "system-cluster-critical",
+    },
     "operator": {
         "replicas": 1,
         "serviceAccount": {"annotations": {"example.com/role": "operator"}},
@@ -40,6 +48,8 @@ ALL_VALUES_CHANGED: dict[str, Any] = {
         "nodeSelector": {"kubernetes.io/os": "linux"},
         "tolerations": [{"key": "control", "operator": "Exists", "effect": "NoSchedule"}],
         "affinity": {"nodeAffinity": {}},
+        "priorityClassName": "system-cluster-critical",
+        "securityContext": {"readOnlyRootFilesystem": True},
         "extraArgs": ["--host=::"],
         "extraEnv": [{"name": "PYTHONASYNCIODEBUG", "value": "1"}],
     },
@@ -86,6 +96,26 @@ def test_rendered_chart_equals_its_golden_file(
 def test_chart_without_an_image_is_refused_with_what_to_set(render: Renderer) -> None:
     with pytest.raises(ChartRefusedError, match="repository is required: no image is published"):
         render(image={"repository": ""})
+
+
+@pytest.mark.parametrize("repository", ["fulcrum", "team/fulcrum"])
+def test_an_image_without_a_registry_is_refused_with_what_to_write(render: Renderer, repository: str) -> None:
+    with pytest.raises(ChartRefusedError, match=f"names no registry.*write REGISTRY/{repository}"):
+        render(image={"repository": repository})
+
+
+@pytest.mark.parametrize("repository", ["localhost/fulcrum", "localhost:5000/fulcrum", "ghcr.io/a/fulcrum"])
+def test_an_image_with_a_registry_is_accepted(render: Renderer, repository: str) -> None:
+    operator = list_pod_specs(render(image={"repository": repository}))["fulcrum-operator"]
+    assert operator["containers"][0]["image"] == f"{repository}:0.1.0"
+
+
+def test_extra_objects_are_part_of_the_release(render: Renderer) -> None:
+    made = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "one"}}
+    text = "apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: {{ .Release.Name }}-two\n"
+    objects = render(extraObjects=[made, text]).objects
+    names = [each["metadata"]["name"] for each in objects if each["kind"] == "ConfigMap"]
+    assert names == ["one", "fulcrum-two"]
 
 
 def test_default_images_and_the_hub_are_set_once_for_all_services(render: Renderer) -> None:

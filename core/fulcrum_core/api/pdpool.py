@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import (
     ConfigDict,
@@ -25,6 +25,7 @@ from fulcrum_core.api.engine import (
 )
 from fulcrum_core.api.env import EnvVar
 from fulcrum_core.api.meta import EXTERNAL_INPUT, ApiModel, Condition, PrinterColumn, Resource, cel_rule
+from fulcrum_core.api.pod_template import PodTemplatePatch
 from fulcrum_core.api.quantity import ByteQuantity
 from fulcrum_core.hardware import Fabric
 from fulcrum_core.profiles import PROFILE_NAMES, UNKNOWN_PROFILE, is_profile_path
@@ -142,15 +143,6 @@ class HardwareSpec(ApiModel):
     )
 
 
-PodTemplatePatch = Annotated[
-    dict[str, Any],
-    Field(
-        description="Strategic merge patch of each instance's pod.",
-        json_schema_extra={"x-kubernetes-preserve-unknown-fields": True},
-    ),
-]
-
-
 class InstanceShapeSpec(ApiModel):
     """Settings that may differ between pools."""
 
@@ -167,7 +159,9 @@ class InstanceShapeSpec(ApiModel):
     settings: EngineSettingsSpec | None = Field(
         default=None, description="Engine settings (default: chosen from model, hardware and role)."
     )
-    template: PodTemplatePatch | None = None
+    template: PodTemplatePatch | None = Field(
+        default=None, description="Strategic merge patch of each instance's pod (default: the service's)."
+    )
 
 
 class LaunchSpec(InstanceShapeSpec):

@@ -25,7 +25,7 @@ from fulcrum_core.api.meta import (
 from fulcrum_core.api.pdassignment import Floors
 from fulcrum_core.api.pdinstance import ConfigExcerpt
 from fulcrum_core.api.pdpool import Bounds, EngineSpec, InstanceShapeSpec, PoolRole
-from fulcrum_core.api.pod_template import find_template_problems
+from fulcrum_core.api.pod_template import PodTemplatePatch, find_template_problems
 from fulcrum_core.api.qostier import SloSpec
 from fulcrum_core.api.replacement import DisruptionSpec, DrainSpec, RolloutSpec
 from fulcrum_core.api.router import RouterSpec
@@ -225,6 +225,10 @@ class PDServiceSpec(ApiModel):
         description="Groups of instances; exclusive with instances.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
+    template: PodTemplatePatch | None = Field(
+        default=None,
+        description="Strategic merge patch of each instance's pod, for pools without their own.",
+    )
     roles: RolesSpec = Field(default_factory=RolesSpec, description="Bounds of both roles.")
     kv_transfer: KvTransferSpec | None = Field(
         default=None, description="How KV is transferred from prefill to decode instances (default: NIXL)."
@@ -281,11 +285,16 @@ class PDServiceSpec(ApiModel):
         return self
 
     def find_template_problems(self) -> tuple[str, ...]:
-        """What the pools' templates contain that has no effect or belongs into a Secret, for people."""
+        """What the templates contain that has no effect or belongs into a Secret, for people."""
+        templates = {
+            "template": self.template,
+            "router.template": self.router.template,
+            **{f"pool {pool.name}: template": pool.template for pool in self.pools},
+        }
         return tuple(
-            f"pool {pool.name}: template: {problem}"
-            for pool in self.resolve_pools()
-            for problem in find_template_problems(pool.template or {})
+            f"{name}: {problem}"
+            for name, template in templates.items()
+            for problem in find_template_problems(template or {})
         )
 
     def resolve_pools(self) -> tuple[PoolSpec, ...]:

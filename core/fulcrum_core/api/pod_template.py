@@ -1,13 +1,20 @@
-"""What a pool's template contains that has no effect, or that many users may read although it is a secret.
+"""Patches of pods, and what of them that has no effect, or can be read by many users although it is a secret.
 
 A template is a patch of a pod, of which the API server checks nothing before a pod is created. New manifests
 are refused by our own programs; a stored template is used as it is, and the condition Degraded names these.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from fulcrum_core.api.env import find_token_argument, looks_like_token
+
+PodTemplatePatch = Annotated[
+    dict[str, Any], Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})
+]
+"""A strategic merge patch of a pod, as `metadata` and `spec`."""
 
 IPC_LOCK_RULE = (
     "capability IPC_LOCK has no effect: Linux gives capabilities only to root; set runAsUser: 0 and "

@@ -1,8 +1,9 @@
-"""Settings of a service's routers: waits for engines, and where requests wait for prefill."""
+"""Settings of a service's routers: waits for engines, where requests wait for prefill, TLS and pods."""
 
 from pydantic import Field
 
 from fulcrum_core.api.meta import ApiModel, Duration
+from fulcrum_core.api.pod_template import PodTemplatePatch
 from fulcrum_core.values import DispatchMode
 
 
@@ -46,12 +47,30 @@ class DispatchSpec(ApiModel):
     )
 
 
+class RouterTlsSpec(ApiModel):
+    """TLS on the port for clients."""
+
+    secret_name: str = Field(
+        min_length=1,
+        max_length=253,
+        description="Secret of type kubernetes.io/tls with the certificate; a new certificate is used soon "
+        "after the Secret has changed.",
+    )
+
+
 class RouterSpec(ApiModel):
-    """How requests are routed."""
+    """How requests are routed, and the router's pods."""
 
     dispatch: DispatchSpec = Field(
         default_factory=DispatchSpec, description="Where requests wait for prefill."
     )
     timeouts: TimeoutsSpec = Field(
         default_factory=TimeoutsSpec, description="Longest waits of the router for an engine."
+    )
+    tls: RouterTlsSpec | None = Field(
+        default=None,
+        description="TLS on the port for clients; the Service then has port 443 (default: plain HTTP).",
+    )
+    template: PodTemplatePatch | None = Field(
+        default=None, description="Strategic merge patch of the router's pods (default: none)."
     )

@@ -39,6 +39,9 @@ app.kubernetes.io/component: {{ .component }}
 
 {{- define "fulcrum.image" -}}
 {{- $repository := required "image.repository is required: no image is published; build one with the Dockerfile, push it, and set image.repository=REGISTRY/fulcrum with image.tag or image.digest" .Values.image.repository -}}
+{{- if not (regexMatch "^(localhost|[^/]*[.:][^/]*)/." $repository) -}}
+{{- fail (printf "image.repository %s names no registry: each node would choose one; write REGISTRY/%s, such as docker.io/team/fulcrum" $repository $repository) -}}
+{{- end -}}
 {{- if .Values.image.digest -}}
 {{- printf "%s@%s" $repository .Values.image.digest -}}
 {{- else -}}
@@ -48,11 +51,28 @@ app.kubernetes.io/component: {{ .component }}
 
 {{/* The container's part of the "restricted" Pod Security Standard, and a read-only root file system. */}}
 {{- define "fulcrum.containerSecurityContext" -}}
-allowPrivilegeEscalation: false
-capabilities:
-  drop: [ALL]
-readOnlyRootFilesystem: true
-runAsNonRoot: true
+{{- $default := dict "allowPrivilegeEscalation" false "capabilities" (dict "drop" (list "ALL")) "readOnlyRootFilesystem" true "runAsNonRoot" true -}}
+{{- toYaml (mergeOverwrite $default (.securityContext | default dict)) -}}
+{{- end -}}
+
+{{/* Strategic merge patch of the pods of all routers, from the values under `router`. */}}
+{{- define "fulcrum.routerTemplate" -}}
+{{- $spec := dict -}}
+{{- range $name := list "nodeSelector" "tolerations" "affinity" "priorityClassName" -}}
+{{- with index $.Values.router $name -}}
+{{- $_ := set $spec $name . -}}
+{{- end -}}
+{{- end -}}
+{{- $template := dict -}}
+{{- with $spec -}}
+{{- $_ := set $template "spec" . -}}
+{{- end -}}
+{{- with .Values.router.podAnnotations -}}
+{{- $_ := set $template "metadata" (dict "annotations" .) -}}
+{{- end -}}
+{{- if $template -}}
+{{- toJson $template -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Volume mounts of a program's container and their volumes: temporary files, and the token for the routers' state ports. */}}

@@ -123,7 +123,8 @@ class Children:
         refusals = dict[_Name, _Refusal]()
         waiting = dict[_Name, _Name]()
         # One after the other, in this order: a RoleBinding needs its Role.
-        for child in service_children(service, self._settings, min_available=min_available):
+        made, invalid = _make_manifests(service, self._settings, min_available=min_available)
+        for child in made:
             name = child["kind"], child["metadata"]["name"]
             taken = next((waiting[each] for each in needed_children(child) if each in waiting), None)
             if taken is not None:
@@ -135,7 +136,7 @@ class Children:
                     waiting[name] = name
         retry_s = min((refusal.retry_s for refusal in refusals.values()), default=None)
         return Problems(
-            tuple(_with_waiting(refusal.cause, name, waiting) for name, refusal in refusals.items()),
+            (*(_with_waiting(refusal.cause, name, waiting) for name, refusal in refusals.items()), *invalid),
             None if retry_s is None else max(0.0, retry_s - self._clock.monotonic_s()),
         )
 
@@ -352,6 +353,20 @@ class Children:
             return False
         self._current_versions[key] = version
         return True
+
+
+def _make_manifests(
+    service: PDService, settings: InstallationSettings, *, min_available: int
+) -> tuple[list[Object], list[FailureCause]]:
+    """The children, and why the last one cannot be made."""
+    made = []
+    try:
+        for child in service_children(service, settings, min_available=min_available):
+            made.append(child)  # noqa: PERF402 - those before an error count
+    except InvalidInput as error:
+        text = f"Deployment {service.metadata.name}-router: {error}"
+        return made, [FailureCause(conditions.CHILD_REFUSED, text)]
+    return made, []
 
 
 async def check_not_deleted(service: PDService, objects: ObjectApi) -> None:

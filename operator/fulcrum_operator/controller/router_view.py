@@ -5,10 +5,11 @@ from pathlib import Path
 
 from fulcrum_cluster.objects import ENDPOINT_SLICE
 from fulcrum_cluster.router_client import HttpRouterClient, RouterUnavailable, open_http_client_for_all
+from fulcrum_core.api import PDService
 from fulcrum_core.router_state import RouterState
 from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.context import ServiceKey
-from fulcrum_operator.manifests.names import SERVICE_PORT, STATE_PORT
+from fulcrum_operator.manifests.names import STATE_PORT, service_url
 
 STATE_URL_TEMPLATE = f"http://{{service}}.{{namespace}}.svc:{STATE_PORT}"
 _RESPONSE_TIMEOUT_S = 1.0
@@ -41,8 +42,8 @@ class ClusterRouterView:
         endpoints = (endpoint_slice or {}).get("endpoints") or ()
         if not any(endpoint.get("conditions", {}).get("ready", True) for endpoint in endpoints):
             return None
-        port = "" if SERVICE_PORT == 80 else f":{SERVICE_PORT}"
-        return f"http://{key.name}.{key.namespace}.svc{port}"
+        service = self._cache.get_resource(PDService, key.namespace, key.name)
+        return None if service is None else service_url(service)
 
     async def read_state(self, key: ServiceKey) -> RouterState | None:
         """State of the active router; None if it does not respond or the Service is somebody else's."""

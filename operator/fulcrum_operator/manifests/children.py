@@ -5,6 +5,7 @@ EndpointSlice empty and never updates them: the active router writes its identit
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from fulcrum_core.api import PDService
@@ -16,7 +17,6 @@ from fulcrum_operator.manifests.names import (
     HTTP_PORT,
     ROUTER_METRICS_PORT,
     ROUTER_PART,
-    SERVICE_PORT,
     SIDE_CHANNEL_PORT,
     STATE_PORT,
     InstallationSettings,
@@ -29,7 +29,9 @@ from fulcrum_operator.manifests.names import (
     pod_security_context,
     recommended_labels,
     router_selector,
+    service_port,
 )
+from fulcrum_operator.manifests.pod_template import apply_template, require_map
 
 CREATE_ONLY_KINDS = frozenset({"Lease", "EndpointSlice"})
 """Kinds that are created if missing and never updated."""
@@ -39,6 +41,8 @@ _NEEDED_KINDS = {
     "Deployment": ("ServiceAccount", "Role", "RoleBinding", "Lease", "EndpointSlice"),
 }
 """Kinds of a router's children that another one of its children refers to by name."""
+TLS_VOLUME, TLS_FOLDER = "tls", "/var/run/secrets/fulcrum.dev/tls"
+"""Volume and folder of the Secret with the router's certificate."""
 ROUTER_TEARDOWN_S = 10
 """Seconds from the end of the router's drain to the exit of its process."""
 
@@ -52,28 +56,29 @@ _SCRAPE_ANNOTATIONS = {"prometheus.io/scrape": "true", "prometheus.io/port": str
 
 def service_children(
     service: PDService, settings: InstallationSettings, *, min_available: int
-) -> tuple[dict[str, Any], ...]:
-    """Return all objects that the service needs besides its instances, in the order of creation.
+) -> Iterator[dict[str, Any]]:
+    """Yield all objects that the service needs besides its instances, in the order of creation.
 
     Args:
         service: The owner of the objects.
         settings: Settings of the installation, the same for all services.
         min_available: Least number of instances that evictions leave.
+
+    Raises:
+        InvalidInput: instead of the Deployment, the last one, if the template of the router is invalid.
     """
-    return (
-        _service_account(service, "engine"),
-        _service_account(service, "router"),
-        _role(service),
-        _role_binding(service),
-        _lease(service),
-        _service(service),
-        _endpoint_slice(service),
-        _router_policy(service, settings),
-        _engine_policy(service, settings),
-        _router_budget(service),
-        _engine_budget(service, min_available),
-        _deployment(service, settings),
-    )
+    yield _service_account(service, "engine")
+    yield _service_account(service, "router")
+    yield _role(service)
+    yield _role_binding(service)
+    yield _lease(service)
+    yield _service(service)
+    yield _endpoint_slice(service)
+    yield _router_policy(service, settings)
+    yield _engine_policy(service, settings)
+    yield _router_budget(service)
+    yield _engine_budget(service, min_available)
+    yield _deployment(service, settings)
 
 
 def needed_children(child: dict[str, Any]) -> tuple[tuple[str, str], ...]:
@@ -139,9 +144,13 @@ def _lease(service: PDService) -> dict[str, Any]:
 
 
 def _service(service: PDService) -> dict[str, Any]:
-    """Without a selector: only the active router gets traffic, not every ready one."""
+    """Without a selector: only the active router gets traffic, not every ready one.
+
+    The port's name is the same with TLS, because the EndpointSlice names its ports by it.
+    """
+    port = {"name": "http", "port": service_port(service), "targetPort": HTTP_PORT, "protocol": "TCP"}
     ports = [
-        {"name": "http", "port": SERVICE_PORT, "targetPort": HTTP_PORT, "protocol": "TCP"},
+        {**port, "appProtocol": "https"} if service.spec.router.tls else port,
         {"name": "state", "port": STATE_PORT, "targetPort": STATE_PORT, "protocol": "TCP"},
     ]
     return _child(service, "v1", "Service", "", spec={"type": "ClusterIP", "ports": ports})
@@ -241,21 +250,35 @@ def _disruption_budget(
 
 def _deployment(service: PDService, settings: InstallationSettings) -> dict[str, Any]:
     selector = router_selector(service)
-    labels = {
-        **recommended_labels(service.metadata.name, ROUTER_PART),
-        ROUTER_LABEL: service.metadata.name,
-    }
     spec = {
         "replicas": settings.router_replicas,
         "revisionHistoryLimit": 3,
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1, "maxSurge": 1}},
         "selector": {"matchLabels": selector},
-        "template": {
-            "metadata": {"labels": labels, "annotations": _SCRAPE_ANNOTATIONS},
-            "spec": _router_pod(service, settings),
-        },
+        "template": _router_pod_template(service, settings),
     }
     return _child(service, "apps/v1", "Deployment", "router", spec=spec)
+
+
+def _router_pod_template(service: PDService, settings: InstallationSettings) -> dict[str, Any]:
+    """The template of the Deployment, with those of the installation and of the service merged into it.
+
+    They cannot change the labels by which the operator finds its pods.
+    """
+    labels = {
+        **recommended_labels(service.metadata.name, ROUTER_PART),
+        ROUTER_LABEL: service.metadata.name,
+    }
+    template: dict[str, Any] = {
+        "metadata": {"labels": labels, "annotations": _SCRAPE_ANNOTATIONS},
+        "spec": _router_pod(service, settings),
+    }
+    for patch in (settings.router_template, service.spec.router.template or {}):
+        template = apply_template(template, patch)
+    metadata = require_map(template.get("metadata"), "metadata")
+    all_labels = {**require_map(metadata.get("labels"), "metadata.labels"), **labels}
+    template["metadata"] = {**metadata, "labels": all_labels}
+    return template
 
 
 def _router_pod(service: PDService, settings: InstallationSettings) -> dict[str, Any]:
@@ -276,13 +299,22 @@ def _router_pod(service: PDService, settings: InstallationSettings) -> dict[str,
         **image_pull_secrets(settings),
         "affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}},
         "containers": [_router_container(service, settings)],
-        "volumes": [{"name": "tmp", "emptyDir": {}}],
+        "volumes": [{"name": "tmp", "emptyDir": {}}, *_tls_volumes(service)],
     }
 
 
+def _tls_volumes(service: PDService) -> list[dict[str, Any]]:
+    tls = service.spec.router.tls
+    return [{"name": TLS_VOLUME, "secret": {"secretName": tls.secret_name}}] if tls else []
+
+
 def _router_container(service: PDService, settings: InstallationSettings) -> dict[str, Any]:
-    readiness = {"httpGet": {"path": "/ready", "port": "http"}, "periodSeconds": 1, "timeoutSeconds": 2}
-    liveness = {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 5, "timeoutSeconds": 5}
+    tls = service.spec.router.tls
+    scheme = {"scheme": "HTTPS"} if tls else {}
+    tls_mounts = [{"name": TLS_VOLUME, "mountPath": TLS_FOLDER, "readOnly": True}] if tls else []
+    ready, healthy = ({"path": path, "port": "http", **scheme} for path in ("/ready", "/health"))
+    readiness = {"httpGet": ready, "periodSeconds": 1, "timeoutSeconds": 2}
+    liveness = {"httpGet": healthy, "periodSeconds": 5, "timeoutSeconds": 5}
     return {
         "name": "router",
         "image": settings.image,
@@ -300,17 +332,19 @@ def _router_container(service: PDService, settings: InstallationSettings) -> dic
         | {"failureThreshold": 6, "initialDelaySeconds": 10, "terminationGracePeriodSeconds": 5},
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": container_security_context(),
-        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}, *tls_mounts],
     }
 
 
 def _router_arguments(service: PDService, settings: InstallationSettings) -> list[str]:
     name, namespace = service.metadata.name, service.metadata.namespace
     callers = ",".join((settings.operator.subject, settings.autoscaler.subject))
+    files = ("--tls-certificate", f"{TLS_FOLDER}/tls.crt", "--tls-key", f"{TLS_FOLDER}/tls.key")
     return [
         *("--service", name, "--namespace", namespace, "--store", "in-cluster"),
         *("--host", "*", "--port", str(HTTP_PORT), "--state-port", str(STATE_PORT)),
         *("--metrics-port", str(ROUTER_METRICS_PORT)),
         *("--state-callers", callers, "--lease", f"{name}-router"),
         *("--identity", "$(POD_NAME)", "--advertise-address", "$(POD_IP)"),
+        *(files if service.spec.router.tls else ()),
     ]

@@ -10,7 +10,6 @@ from typing import Any
 from fulcrum_core.api import PDInstance, PDService
 from fulcrum_core.api.labels import INSTANCE_LABEL, POOL_LABEL, REVISION_LABEL, SERVICE_LABEL
 from fulcrum_core.api.quantity import format_byte_quantity
-from fulcrum_core.errors import InvalidInput
 from fulcrum_operator.engines.from_spec import DEFAULT_HARDWARE
 from fulcrum_operator.manifests.engine_container import EngineContainer, engine_container
 from fulcrum_operator.manifests.names import (
@@ -25,7 +24,7 @@ from fulcrum_operator.manifests.names import (
     pod_security_context,
     recommended_labels,
 )
-from fulcrum_operator.manifests.pod_template import apply_template
+from fulcrum_operator.manifests.pod_template import apply_template, require_map
 
 ENGINE_CONTAINER = "engine"
 """Name of the engine's container; a pool's template uses it to change the container."""
@@ -82,8 +81,8 @@ def engine_pod(
     }
     pod = apply_template(manifest, instance.spec.template or {})
     _keep_tolerations(pod, manifest["spec"].get("tolerations", []))
-    metadata = _require_map(pod.get("metadata"), "metadata")
-    labels = {**_require_map(metadata.get("labels"), "metadata.labels"), **manifest["metadata"]["labels"]}
+    metadata = require_map(pod.get("metadata"), "metadata")
+    labels = {**require_map(metadata.get("labels"), "metadata.labels"), **manifest["metadata"]["labels"]}
     pod["metadata"] = {**metadata, **manifest["metadata"], "labels": labels}
     return pod
 
@@ -95,13 +94,6 @@ def _keep_tolerations(pod: dict[str, Any], ours: list[dict[str, Any]]) -> None:
         spec["tolerations"] = [*given, *(toleration for toleration in ours if toleration not in given)]
         if not spec["tolerations"]:
             del spec["tolerations"]
-
-
-def _require_map(value: object, path: str) -> dict[str, Any]:
-    """A part of the merged manifest that has to be a map; a template may set it to null."""
-    if value is None or isinstance(value, dict):
-        return value or {}
-    raise InvalidInput(f"template.{path}", value, "must be a map")
 
 
 def grace_period_s(service: PDService) -> int:

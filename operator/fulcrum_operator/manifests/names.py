@@ -14,7 +14,7 @@ HTTP_PORT = POD_PLACEMENT.port
 STATE_PORT = 9091
 ROUTER_METRICS_PORT = 9094
 SIDE_CHANNEL_PORT = POD_PLACEMENT.side_channel_port
-SERVICE_PORT = 80
+SERVICE_PORT, SERVICE_TLS_PORT = 80, 443
 ENGINE_PART, ROUTER_PART = "fulcrum-engine", "fulcrum-router"
 """Values of the label app.kubernetes.io/name for the parts of a service."""
 ENGINE_ACCOUNT_SUFFIX = "-engine"
@@ -56,6 +56,8 @@ class InstallationSettings:
     """Peers of a NetworkPolicy that may scrape engines, such as Prometheus; none: only our own."""
     router_replicas: int = 2
     router_resources: dict[str, Any] = field(default_factory=dict)
+    router_template: dict[str, Any] = field(default_factory=dict)
+    """Strategic merge patch of the pods of all routers; that of a service is merged after it."""
 
 
 def recommended_labels(service: str, name: str) -> dict[str, str]:
@@ -97,6 +99,17 @@ def image_pull_secrets(settings: InstallationSettings) -> dict[str, Any]:
     """The field `imagePullSecrets` for a pod with one of our images; empty if no secret is needed."""
     names = settings.image_pull_secrets
     return {"imagePullSecrets": [{"name": name} for name in names]} if names else {}
+
+
+def service_port(service: PDService) -> int:
+    """Port of the Service for clients."""
+    return SERVICE_TLS_PORT if service.spec.router.tls else SERVICE_PORT
+
+
+def service_url(service: PDService) -> str:
+    """URL of the Service for clients in the cluster."""
+    scheme = "https" if service.spec.router.tls else "http"
+    return f"{scheme}://{service.metadata.name}.{service.metadata.namespace}.svc"
 
 
 def device_tolerations(start: LaunchSpec) -> dict[str, Any]:

@@ -1,11 +1,15 @@
-"""Merge a user's `pools[].template` into a pod that the operator generated.
+"""Merge a user's template into a pod that the operator generated, by Kubernetes' strategic merge patch.
 
-Follows Kubernetes' strategic merge patch as far as pods need it: maps merge, the lists below merge by the
-key of their items, every other list replaces, and a null removes a field.
+No Python library implements it, and the API server patches only objects that exist
+(docs/decisions/0034). A test has a real API server apply the same patches and compares the results. Only the
+order of a merged list differs: items that a template adds come last, so that the engine remains the first
+container and variables may refer to ours.
 """
 
 from collections.abc import Mapping
 from typing import Any
+
+from fulcrum_core.errors import InvalidInput
 
 _MERGE_KEYS = {
     "containers": "name",
@@ -14,46 +18,109 @@ _MERGE_KEYS = {
     "env": "name",
     "imagePullSecrets": "name",
     "volumeMounts": "mountPath",
+    "volumeDevices": "devicePath",
     "ports": "containerPort",
     "topologySpreadConstraints": "topologyKey",
     "resourceClaims": "name",
+    "schedulingGates": "name",
     "hostAliases": "ip",
 }
 """Lists that merge, with the key of their items: the merge keys of Kubernetes' PodSpec."""
+_DIRECTIVE = "$patch"
+_RETAIN_KEYS = "$retainKeys"
+_MERGE, _REPLACE, _DELETE = "merge", "replace", "delete"
 
 
 def apply_template(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
-    """A new map: `base` with `patch` merged into it."""
-    merged = dict(base)
+    """A new map: `base` with `patch` merged into it.
+
+    Maps merge, the lists with a merge key merge by it, every other list replaces, and a null removes a
+    field. `$patch: replace` and `$patch: delete` replace or delete the map, or the list, in which they are;
+    `$retainKeys` lists the only fields that a map keeps.
+
+    Raises:
+        InvalidInput: for another directive of strategic merge patch.
+    """
+    return _merge_map(base, patch) or {}
+
+
+def require_map(value: object, path: str) -> dict[str, Any]:
+    """A part of the merged manifest that has to be a map; a template may set it to null.
+
+    Raises:
+        InvalidInput: if it is anything else.
+    """
+    if value is None or isinstance(value, dict):
+        return value or {}
+    raise InvalidInput(f"template.{path}", value, "must be a map")
+
+
+def _merge_map(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The merged map; None if the patch deletes it."""
+    directive = _directive_of(patch)
+    if directive == _DELETE:
+        return None
+    merged = {} if directive == _REPLACE else dict(base)
     for name, value in patch.items():
-        if value is None:
+        if name in (_DIRECTIVE, _RETAIN_KEYS):
+            continue
+        if name.startswith("$"):
+            rule = f"is not supported: write {_DIRECTIVE} or {_RETAIN_KEYS}"
+            raise InvalidInput("template", name, rule)
+        changed = None if value is None else _merge_value(name, merged.get(name), value)
+        if changed is None:
             merged.pop(name, None)
         else:
-            merged[name] = _merge_value(name, base.get(name), value)
-    return merged
+            merged[name] = changed
+    retained = patch.get(_RETAIN_KEYS)
+    if not isinstance(retained, list):
+        return merged
+    return {name: part for name, part in merged.items() if name in retained}
+
+
+def _directive_of(patch: Mapping[str, Any]) -> str:
+    directive = str(patch.get(_DIRECTIVE, _MERGE))
+    if directive not in (_MERGE, _REPLACE, _DELETE):
+        raise InvalidInput(f"template: {_DIRECTIVE}", directive, f"is not {_REPLACE}, {_DELETE} or {_MERGE}")
+    return directive
 
 
 def _merge_value(name: str, base: object, patch: object) -> Any:
     if isinstance(patch, Mapping):
-        return apply_template(base if isinstance(base, Mapping) else {}, patch)
+        return _merge_map(base if isinstance(base, Mapping) else {}, patch)
     key = _MERGE_KEYS.get(name)
-    if key and isinstance(base, list) and isinstance(patch, list):
-        return _merge_list(key, base, patch)
+    if key and isinstance(patch, list):
+        return _merge_list(key, base if isinstance(base, list) else [], patch)
     return patch
 
 
 def _merge_list(key: str, base: list[Any], patch: list[Any]) -> list[Any]:
-    """Items with the same key merge in place; the other items of the patch follow, in its order."""
-    patches = {name: item for item in patch if (name := _merge_key_of(item, key)) is not None}
-    kept = [
-        apply_template(item, patches[name]) if (name := _merge_key_of(item, key)) in patches else item
-        for item in base
-    ]
-    found = {_merge_key_of(item, key) for item in base}
-    return [
-        *kept,
-        *(item for item in patch if (name := _merge_key_of(item, key)) is None or name not in found),
-    ]
+    """Items with the same key merge in place; the other items of the patch follow, in its order.
+
+    An item with `$patch: replace` replaces the whole list by the patch's other items, an item with
+    `$patch: delete` removes its namesake.
+    """
+    directives = {id(item): _directive_of(item) for item in patch if _has_directive(item)}
+    items = [item for item in patch if id(item) not in directives]
+    if _REPLACE in directives.values():
+        return items
+    deleted = {_merge_key_of(item, key) for item in patch if directives.get(id(item)) == _DELETE}
+    patches = {name: item for item in items if (name := _merge_key_of(item, key)) is not None}
+    found = {name: item for item in base if (name := _merge_key_of(item, key)) is not None}
+    kept = (item for item in base if _merge_key_of(item, key) not in deleted - {None})
+    merged = [_merge_item(item, patches.get(_merge_key_of(item, key) or "")) for item in kept]
+    added = (item for item in items if (name := _merge_key_of(item, key)) is None or name not in found)
+    return [item for item in (*merged, *(_merge_item({}, item) for item in added)) if item is not None]
+
+
+def _has_directive(item: object) -> bool:
+    return isinstance(item, Mapping) and _DIRECTIVE in item
+
+
+def _merge_item(base: Any, patch: Any) -> Any:
+    if patch is None:
+        return base
+    return _merge_map(base, patch) if isinstance(patch, Mapping) and isinstance(base, Mapping) else patch
 
 
 def _merge_key_of(item: object, key: str) -> str | None:

@@ -91,6 +91,8 @@ def _start_fields(service: PDService, pool: PoolSpec) -> dict[str, Any]:
     }
     transfer = service.spec.kv_transfer
     fixed = transfer is not None and transfer.connector is Connector.LMCACHE
+    if pool.template is None:
+        values["template"] = service.spec.template
     return {**values, "role_fixed_at_start": fixed or service.spec.autoscaling.flip.strategy == "Restart"}
 
 

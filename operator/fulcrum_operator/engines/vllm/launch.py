@@ -34,7 +34,7 @@ from fulcrum_operator.engines.vllm.user_args import user_identity_fields
 
 VERSION = "0.32.0"
 """vLLM version of the generated flags; an image with another version may need `engine.args`."""
-IMAGE = f"vllm/vllm-openai:v{VERSION}"
+IMAGE = f"docker.io/vllm/vllm-openai:v{VERSION}"
 """vLLM's own image, for NVIDIA devices."""
 POD_PLACEMENT = EnginePlacement(
     host="$(POD_IP)",

@@ -275,6 +275,28 @@ def test_router_may_change_only_its_lease_and_its_endpoint_slice() -> None:
             id="variables merge by name",
         ),
         pytest.param({"a": [1]}, {"a": {"b": 1}}, {"a": {"b": 1}}, id="a value of another type replaces"),
+        pytest.param(
+            {"m": {"a": 1}}, {"m": {"$patch": "replace", "b": 2}}, {"m": {"b": 2}}, id="a map is replaced"
+        ),
+        pytest.param({"m": {"a": 1}}, {"m": {"$patch": "delete"}}, {}, id="a map is deleted"),
+        pytest.param(
+            {"env": [{"name": "A"}, {"name": "B"}]},
+            {"env": [{"$patch": "delete", "name": "A"}]},
+            {"env": [{"name": "B"}]},
+            id="an item is deleted",
+        ),
+        pytest.param(
+            {"env": [{"name": "A"}]},
+            {"env": [{"$patch": "replace"}, {"name": "C"}]},
+            {"env": [{"name": "C"}]},
+            id="a list is replaced",
+        ),
+        pytest.param(
+            {"volumes": [{"name": "tmp", "emptyDir": {}}]},
+            {"volumes": [{"name": "tmp", "hostPath": {"path": "/x"}, "$retainKeys": ["name", "hostPath"]}]},
+            {"volumes": [{"name": "tmp", "hostPath": {"path": "/x"}}]},
+            id="a volume gets another source",
+        ),
     ],
 )
 def test_template_is_merged_as_a_strategic_merge_patch(

@@ -118,7 +118,7 @@ def test_pod_of_an_unsupported_engine_is_refused_with_a_reason() -> None:
 
 def test_image_defaults_to_vllms_own_on_nvidia_and_is_required_elsewhere() -> None:
     plain = {"engine": {"type": "vLLM"}}
-    assert container(service(**plain))["image"] == "vllm/vllm-openai:v0.32.0"
+    assert container(service(**plain))["image"] == "docker.io/vllm/vllm-openai:v0.32.0"
     with pytest.raises(InvalidInput) as refused:
         container(service({"hardware": {"resource": "cpu", "count": 2}}, **plain))
     assert str(refused.value) == "spec.engine.image (missing) is needed: there is no default for CPU"

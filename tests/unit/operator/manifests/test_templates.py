@@ -1,0 +1,75 @@
+"""Templates of pods: which apply to which pods, and the Secret with the router's certificate."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fulcrum_core.errors import InvalidInput
+from fulcrum_operator.manifests.children import service_children
+from fulcrum_operator.manifests.names import InstallationSettings
+from fulcrum_operator.manifests.pod_template import apply_template
+from fulcrum_operator.plan.pools import desired_pools
+from fulcrum_router.options import parse_options
+from tests.unit.operator.builders import SETTINGS, service
+
+
+@pytest.mark.parametrize("patch", [{"$setElementOrder/env": []}, {"a": {"$patch": "remove"}}])
+def test_other_directives_of_a_patch_are_refused(patch: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput):
+        apply_template({}, patch)
+
+
+def test_the_template_of_a_service_applies_to_pools_without_their_own() -> None:
+    def pools(**spec: Any) -> list[Any]:
+        made = desired_pools(service(**spec), ())
+        return [pool.spec.template for pool in made]
+
+    shared, own = {"spec": {"priorityClassName": "high"}}, {"spec": {"runtimeClassName": "nvidia"}}
+    two = [{"name": "a", "instances": {"min": 1}}, {"name": "b", "instances": {"min": 1}, "template": own}]
+    assert pools(instances=2, template=shared) == [shared]
+    assert pools(pools=two, template=shared) == [shared, own]
+
+
+def router_children(settings: InstallationSettings = SETTINGS, **router: Any) -> dict[Any, Any]:
+    owner = service(router=router)
+    made = service_children(owner, settings, min_available=1)
+    return {(child["kind"], child["metadata"]["name"]): child for child in made}
+
+
+def test_the_template_of_routers_is_merged_after_that_of_the_installation() -> None:
+    every = {"spec": {"priorityClassName": "high", "nodeSelector": {"pool": "cpu"}}}
+    settings = dataclasses.replace(SETTINGS, router_template=every)
+    own = {
+        "metadata": {"labels": {"team": "a", "app.kubernetes.io/name": "x"}},
+        "spec": {"nodeSelector": None},
+    }
+    made = router_children(settings, template=own)["Deployment", "chat-router"]["spec"]["template"]
+    labels = made["metadata"]["labels"]
+    assert (made["spec"]["priorityClassName"], "nodeSelector" in made["spec"]) == ("high", False)
+    assert (labels["team"], labels["app.kubernetes.io/name"]) == ("a", "fulcrum-router")
+
+
+def test_an_invalid_template_of_routers_prevents_the_deployment_only() -> None:
+    owner = service(router={"template": {"metadata": "x"}})
+    made = service_children(owner, SETTINGS, min_available=1)
+    assert len(list(itertools.islice(made, 11))) == 11
+    with pytest.raises(InvalidInput):
+        next(made)
+
+
+def test_routers_serve_tls_from_the_secret_that_the_service_names() -> None:
+    made = router_children(tls={"secretName": "chat-tls"})
+    pod = made["Deployment", "chat-router"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    folder = "/var/run/secrets/fulcrum.dev/tls"
+    tls = parse_options([arg.replace("$(POD_IP)", "10.0.0.1") for arg in container["args"]]).tls
+    assert (tls and (tls.certificate, tls.key)) == (Path(folder) / "tls.crt", Path(folder) / "tls.key")
+    assert {"name": "tls", "secret": {"secretName": "chat-tls"}} in pod["volumes"]
+    assert {"name": "tls", "mountPath": folder, "readOnly": True} in container["volumeMounts"]
+    probes = [container[f"{name}Probe"]["httpGet"]["scheme"] for name in ("readiness", "liveness")]
+    assert probes == ["HTTPS", "HTTPS"]
+    port = made["Service", "chat"]["spec"]["ports"][0]
+    assert (port["name"], port["port"], port["appProtocol"]) == ("http", 443, "https")
