@@ -33,6 +33,7 @@ MODULE_ORDER = (
     "test_permissions",  # by then the audit log covers the other scenarios
     "test_deletion",
     "test_one_namespace",
+    "test_documentation",  # removes the CRDs
 )
 
 
