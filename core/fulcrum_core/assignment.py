@@ -45,16 +45,29 @@ def build_assignment_rules(
     spec: PDServiceSpec, pools: Iterable[PDPool], instances: Iterable[PDInstance]
 ) -> AssignmentRules:
     """Collect the rules for the assignment of a service with these pools and instances."""
+    pools = tuple(pools)
     by_pool = {pool.metadata.name: fixed_role(pool.spec.role) for pool in pools}
     instances = tuple(instances)
     fixed = {instance.metadata.name: by_pool.get(instance.spec.pool) for instance in instances}
     return AssignmentRules(
         prefill_to_decode_cooldown_s=spec.autoscaling.flip.prefill_to_decode_cooldown,
         fixed_roles={name: role for name, role in fixed.items() if role is not None},
-        floors=spec.roles.to_floors(),
+        floors=_floors_of(spec, pools),
         compatibility_groups=group_by_compatibility(instances),
         restarted_by_flip=find_restarted_by_flip(instances),
     )
+
+
+def _floors_of(spec: PDServiceSpec, pools: Iterable[PDPool]) -> Floors:
+    """The floors of a service whose pools desire these replicas.
+
+    A single instance plays Both, and so serves each role once. Only its Decode is kept then, since every
+    engine that decodes can also compute prompts. Higher floors are never lowered.
+    """
+    floors = spec.roles.to_floors()
+    desired = sum(pool.spec.instances.clamp(pool.spec.replicas) for pool in pools)
+    served_by_one = floors.prefill <= 1 and floors.decode <= 1
+    return Floors(prefill=0, decode=1) if desired == 1 and served_by_one else floors
 
 
 def group_by_compatibility(instances: Iterable[PDInstance]) -> dict[str, int]:

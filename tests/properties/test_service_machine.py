@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from fulcrum_core.api import Floors
 from fulcrum_core.assignment import build_flip
 from fulcrum_core.values import Actor, Phase, Role
 from fulcrum_operator.plan import plan_service
@@ -111,6 +112,9 @@ class ServiceMachine(RuleBasedStateMachine):
             obj.metadata.name for obj in plan.delete
         }
         floors = simulated.service.spec.roles.to_floors()
+        bounds = simulated.pools[POOL].spec.instances
+        if bounds.clamp(simulated.pools[POOL].spec.replicas) == 1 and floors == Floors():
+            floors = Floors(prefill=0, decode=1)  # the single instance plays Both
         for role in BOTH:
             lost = {i.metadata.name for i in observed.instances if engine_lost(observed, i)}
             had = {name for name in before[role] if name not in lost and name in observed.engines}

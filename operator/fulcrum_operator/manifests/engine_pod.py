@@ -40,9 +40,11 @@ REAL_STARTUP_BUDGET_MIN_S = 1800
 """A real engine may compile kernels and read weights over a busy network."""
 READINESS_PERIOD_S = 2
 """Seconds between readiness probes: the delay until a serving engine is observed."""
-LIVENESS_PERIOD_S = 1
-LIVENESS_TIMEOUT_MIN_S, LIVENESS_TIMEOUT_MAX_S = 3, 5
-"""Bounds of the time until a liveness probe fails: a busy engine responds late, a hung one never."""
+LIVENESS_PERIOD_MIN_S, LIVENESS_PERIOD_MAX_S = 2, 5
+"""Bounds of the time between two liveness probes, and of the time until one fails.
+
+Both are equal, so that an engine that refuses connections gets as many seconds as one that does not respond.
+"""
 LIVENESS_FAILURES = 6
 """Number of failed probes in the silence of a hung engine, if the bounds allow."""
 HUNG_AFTER_MIN_S, HUNG_AFTER_MAX_S = 6.0, 30.0
@@ -210,13 +212,16 @@ def _probes(startup_s: float, *, min_s: int) -> dict[str, Any]:
 
 
 def _liveness(startup_s: float) -> dict[str, Any]:
+    """The probe that restarts a hung engine.
+
+    With n failures of period p, silences shorter than n·p restart nothing, refused connections are tolerated
+    for (n - 1)·p, and a hang is noticed within (n + 1)·p.
+    """
     hung_after_s = min(HUNG_AFTER_MAX_S, max(HUNG_AFTER_MIN_S, startup_s))
-    timeout_s = min(
-        LIVENESS_TIMEOUT_MAX_S, max(LIVENESS_TIMEOUT_MIN_S, round(hung_after_s / LIVENESS_FAILURES))
-    )
+    period_s = min(LIVENESS_PERIOD_MAX_S, max(LIVENESS_PERIOD_MIN_S, round(hung_after_s / LIVENESS_FAILURES)))
     return {
-        "periodSeconds": LIVENESS_PERIOD_S,
-        "timeoutSeconds": timeout_s,
-        "failureThreshold": math.ceil(hung_after_s / timeout_s),
+        "periodSeconds": period_s,
+        "timeoutSeconds": period_s,
+        "failureThreshold": math.ceil(hung_after_s / period_s),
         "terminationGracePeriodSeconds": HUNG_GRACE_S,
     }

@@ -88,7 +88,12 @@ def plan_assignment(
     """
     existing_names = frozenset(instance.metadata.name for instance in observed.instances)
     spec = _match_instances(
-        _accept_or_refuse(observed, rules), observed.service, members, existing_names, now_s=observed.now_s
+        _accept_or_refuse(observed, rules),
+        observed.service,
+        members,
+        existing_names,
+        floors=rules.floors,
+        now_s=observed.now_s,
     )
     return _cordon_leaving(spec, removals, observed, members, rules)
 
@@ -169,9 +174,9 @@ def _match_instances(
     members: tuple[AssignableInstance, ...],
     existing_names: Collection[str],
     *,
+    floors: Floors,
     now_s: float,
 ) -> PDAssignmentSpec:
-    floors = service.spec.roles.to_floors()
     if spec is None:
         split = plan_first_split(members, prefill_floor=floors.prefill, decode_floor=floors.decode)
         roles = {name: _new_entry(role, "first split", now_s) for name, role in split.items()}

@@ -7,6 +7,7 @@ import pytest
 
 from fulcrum_core.api import PDInstance, PDPool, PDService, load_manifest
 from fulcrum_core.api.pdassignment import Floors, PDAssignmentSpec, Refusal, RoleAssignment
+from fulcrum_core.api.pdservice import PDServiceSpec
 from fulcrum_core.assignment import (
     CLOCK_SKEW_S,
     AssignmentRules,
@@ -423,6 +424,35 @@ def test_patch_cannot_lower_the_floors_of_the_service() -> None:
     verdict = may_apply(current, lowered, frozenset("abc"), rules, now_s=NOW_S)
 
     assert verdict == Verdict(False, "1 instance would serve Prefill, the floor is 2; leaving: a")
+
+
+@pytest.mark.parametrize(
+    ("replicas", "floors", "expected"),
+    [
+        pytest.param((2,), (1, 1), (1, 1), id="two instances play a role each"),
+        pytest.param((1,), (1, 1), (0, 1), id="a single instance plays both"),
+        pytest.param((1, 1), (1, 1), (1, 1), id="one instance of each of two pools"),
+        pytest.param((1,), (2, 1), (2, 1), id="higher floors stay"),
+    ],
+)
+def test_a_single_desired_instance_meets_the_default_floors(
+    replicas: tuple[int, ...], floors: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    shape = {
+        "service": "chat",
+        "role": "Flexible",
+        "model": "m",
+        "engine": {},
+        "instances": {"min": 1, "max": 8},
+    }
+    pools = [
+        PDPool.model_validate({"metadata": {"name": f"chat-{n}"}, "spec": {**shape, "replicas": count}})
+        for n, count in enumerate(replicas)
+    ]
+    roles = {"prefill": {"min": floors[0]}, "decode": {"min": floors[1]}}
+    spec = PDServiceSpec.model_validate({"model": "m", "roles": roles, "instances": 8})
+    rules = build_assignment_rules(spec, pools, [])
+    assert rules.floors == Floors(prefill=expected[0], decode=expected[1])
 
 
 def test_rules_come_from_service_pools_and_instances() -> None:

@@ -220,10 +220,10 @@ def test_instance_that_does_not_serve_is_removed_first() -> None:
     assert cordoned(scaled_down(FOUR, 3, instances=with_failed(observed, "chat-1"))) == ["chat-1"]
 
 
-def test_no_instance_is_removed_below_a_floor() -> None:
-    legs = {"chat-0": 0, "chat-1": 9, "chat-2": 9}
+def test_the_last_decode_instance_is_never_removed() -> None:
+    legs = {"chat-0": 9, "chat-1": 0, "chat-2": 9}
     observed = scaled_down({"chat-0": P, "chat-1": D, "chat-2": D}, 1, router=router(legs=legs))
-    assert cordoned(observed) == ["chat-2"]
+    assert cordoned(observed) == ["chat-0", "chat-1"]
 
 
 def test_choice_of_the_removed_instance_does_not_change() -> None:

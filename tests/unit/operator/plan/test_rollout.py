@@ -189,15 +189,24 @@ def test_scaling_up_and_back_keeps_the_serving_instances() -> None:
     assert (serving_names(chat_fleet), min(n for _, n in counts)) == (serving, 4)
 
 
-def test_scale_below_the_floors_stops_at_them_and_reports_it() -> None:
-    chat_fleet = make_settled_service({"pools": [{**BOUNDS, "instances": {"min": 3, "max": 9}}]})
+@pytest.mark.parametrize(
+    ("floors", "serving", "limited"),
+    [
+        pytest.param((2, 1), 3, ("True", "LimitedByFloors"), id="higher floors are kept and reported"),
+        pytest.param((1, 1), 1, ("False", "DesiredWithinRange"), id="a single instance plays both roles"),
+    ],
+)
+def test_scale_to_one_instance_stops_at_floors_that_it_cannot_meet(
+    floors: tuple[int, int], serving: int, limited: tuple[str, str]
+) -> None:
+    roles = {"prefill": {"min": floors[0]}, "decode": {"min": floors[1]}}
+    spec = {"pools": [{**BOUNDS, "instances": {"min": 3, "max": 9}}], "roles": roles}
+    chat_fleet = make_settled_service(spec)
     chat_fleet.edit_service(pools=[BOUNDS])
     chat_fleet.scale("chat-flex", 1)
     chat_fleet.settle()
-    assert (len(serving_names(chat_fleet)), condition(chat_fleet, "ScalingLimited")) == (
-        2,
-        ("True", "LimitedByFloors"),
-    )
+    assert (len(serving_names(chat_fleet)), condition(chat_fleet, "ScalingLimited")) == (serving, limited)
+    assert condition(chat_fleet, "Ready") == ("True", "InstancesServing")
 
 
 @pytest.mark.parametrize(
