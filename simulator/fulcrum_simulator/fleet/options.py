@@ -19,6 +19,11 @@ class PolicyName(StrEnum):
 
     ARROW = "arrow"
     """The shipped flip policy."""
+    CLAIRVOYANT = "clairvoyant"
+    """The split of each interval was computed from all arrivals."""
+    DYNAMO = "dynamo-like"
+    NARWHAL = "narwhal-like"
+    """Planners of published systems, as far as they concern roles: see `planners`."""
     COLD = "cold"
     """The shipped flip policy, but each flip takes the instance out of service, as a restart does."""
     STATIC = "static"
@@ -27,6 +32,10 @@ class PolicyName(StrEnum):
     """Every instance computes prompts and decodes them, with chunked prefill and without KV transfers."""
 
 
+PLANNED = frozenset({PolicyName.CLAIRVOYANT, PolicyName.DYNAMO, PolicyName.NARWHAL})
+"""Policies with a `SplitPlanner`; the router asks for no flips."""
+RESPLIT_S = 30.0
+"""Interval of the clairvoyant split, if its name has none."""
 FLIPPING = frozenset({PolicyName.ARROW, PolicyName.COLD})
 
 
@@ -35,7 +44,7 @@ class Policy:
     """A policy and the split that it starts with.
 
     `flip_downtime_s` is how long a flipped instance serves nothing; `token_budget` replaces the profile's.
-    `dispatch` says where requests wait for prefill.
+    `dispatch` says where requests wait for prefill; `resplit_s` is the interval of the clairvoyant split.
     """
 
     name: PolicyName
@@ -44,6 +53,7 @@ class Policy:
     flip_downtime_s: float = 0.0
     token_budget: int | None = None
     dispatch: DispatchMode = DispatchMode.DIRECT
+    resplit_s: float = RESPLIT_S
 
     def __str__(self) -> str:
         return self._name_policy() + (_QUEUE if self.dispatch is DispatchMode.QUEUE else "")
@@ -51,6 +61,10 @@ class Policy:
     def _name_policy(self) -> str:
         if self.name is PolicyName.COLD:
             return f"{self.name}:{format_duration(self.flip_downtime_s)}"
+        if self.name is PolicyName.CLAIRVOYANT:
+            return f"{self.name}:{format_duration(self.resplit_s)}"
+        if self.name in PLANNED:
+            return str(self.name)
         if self.name is PolicyName.COLOCATED:
             return self.name if self.token_budget is None else f"{self.name}:{self.token_budget}"
         return f"{self.name}:{self.prefill}P{self.decode}D"
@@ -59,7 +73,7 @@ class Policy:
 _QUEUE = "+queue"
 _SPLIT = re.compile(r"(arrow|static):(\d+)p(\d+)d")
 _BUDGET = re.compile(r"colocated(?::(\d+))?")
-_COLD = re.compile(r"cold:(\w+)")
+_TIMED = re.compile(r"(cold|clairvoyant):(\w+)")
 
 
 def parse_policy(text: str, *, instances: int) -> Policy:
@@ -81,13 +95,27 @@ def parse_policy(text: str, *, instances: int) -> Policy:
         return _parse_split(text, PolicyName(found[1]), int(found[2]), int(found[3]), instances)
     if found := _BUDGET.fullmatch(name):
         return Policy(PolicyName.COLOCATED, *even, token_budget=int(found[1]) if found[1] else None)
-    if found := _COLD.fullmatch(name):
-        try:
-            return Policy(PolicyName.COLD, *even, flip_downtime_s=parse_duration(found[1]))
-        except ValueError as error:
-            raise InvalidInput("--policy", text, str(error)) from None
-    known = "arrow, arrow:xPyD, static:xPyD, static:best, colocated, colocated:TOKENS, cold:TIME"
+    if name in (PolicyName.CLAIRVOYANT, PolicyName.DYNAMO, PolicyName.NARWHAL):
+        return Policy(PolicyName(name), *even)
+    if found := _TIMED.fullmatch(name):
+        return _parse_timed(text, PolicyName(found[1]), found[2], even)
+    known = (
+        "arrow, arrow:xPyD, static:xPyD, static:best, colocated, colocated:TOKENS, cold:TIME, clairvoyant, "
+        "clairvoyant:TIME, dynamo-like, narwhal-like"
+    )
     raise InvalidInput("--policy", text, f"is not one of {known}")
+
+
+def _parse_timed(text: str, name: PolicyName, time: str, even: tuple[int, int]) -> Policy:
+    try:
+        seconds = parse_duration(time)
+    except ValueError as error:
+        raise InvalidInput("--policy", text, str(error)) from None
+    if seconds <= 0:
+        raise InvalidInput("--policy", text, "must have a time above 0s")
+    if name is PolicyName.COLD:
+        return Policy(name, *even, flip_downtime_s=seconds)
+    return Policy(name, *even, resplit_s=seconds)
 
 
 def _parse_split(text: str, name: PolicyName, prefill: int, decode: int, instances: int) -> Policy:

@@ -19,13 +19,21 @@ from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.profiles import EngineProfile
 from fulcrum_core.values import Actor, DispatchMode, Role
 from fulcrum_router.policy.estimate import TYPICAL_REQUEST_TOKENS
+from fulcrum_simulator.bounds import UniformFleet, plan_moving_split
 from fulcrum_simulator.fleet.autoscaler import SimulatedAutoscaler, SimulatedFlip
 from fulcrum_simulator.fleet.event_queue import EventQueue
 from fulcrum_simulator.fleet.instance import InstanceOptions, SimulatedInstance
-from fulcrum_simulator.fleet.options import FLIPPING, Policy, PolicyName, RunOptions
+from fulcrum_simulator.fleet.options import FLIPPING, PLANNED, Policy, PolicyName, RunOptions
+from fulcrum_simulator.fleet.planners import (
+    DynamoLikePlanner,
+    KnownSplitPlanner,
+    NarwhalLikePlanner,
+    SplitPlanner,
+)
 from fulcrum_simulator.fleet.records import RequestResult
 from fulcrum_simulator.fleet.routed_instance import RoutedInstance
 from fulcrum_simulator.fleet.router import FlipSettings, SimulatedRouter
+from fulcrum_simulator.fleet.split_controller import SplitController
 from fulcrum_simulator.fleet.timeline import Sample
 from fulcrum_simulator.workload import WorkloadRequest
 
@@ -166,22 +174,45 @@ class _Simulation:
         )
         return replace(rules, slo=self._options.slo)
 
-    def _build_autoscaler(self) -> SimulatedAutoscaler | None:
+    def _build_autoscaler(self) -> SimulatedAutoscaler | SplitController | None:
         options = self._options
-        if options.policy.name not in FLIPPING:
+        if options.policy.name not in FLIPPING | PLANNED:
             return None
         roles = {
             view.name: RoleAssignment(role=view.role, since=0.0, by=Actor.OPERATOR)
             for view in self._router.fleet.instances
         }
-        return SimulatedAutoscaler(
+        assignment = PDAssignmentSpec(service="simulated", roles=roles)
+        late = {
+            "state_age_s": options.control.state_age_s,
+            "flip_latency_s": options.control.flip_latency_s,
+        }
+        rules, serving = self._build_rules(), self._list_serving
+        if options.policy.name in FLIPPING:
+            return SimulatedAutoscaler(self._router, assignment, rules, serving=serving, **late)
+        return SplitController(
+            self._build_planner(),
             self._router,
-            PDAssignmentSpec(service="simulated", roles=roles),
-            self._build_rules(),
-            serving=lambda: [view.name for view in self._router.fleet.instances if view.instance.alive],
-            state_age_s=options.control.state_age_s,
-            flip_latency_s=options.control.flip_latency_s,
+            assignment,
+            rules,
+            records=self._records,
+            serving=serving,
+            kv_capacity_tokens=options.profile.kv_capacity_tokens,
+            **late,
         )
+
+    def _list_serving(self) -> list[str]:
+        return [view.name for view in self._router.fleet.instances if view.instance.alive]
+
+    def _build_planner(self) -> SplitPlanner:
+        options = self._options
+        if options.policy.name is PolicyName.DYNAMO:
+            return DynamoLikePlanner()
+        if options.policy.name is PolicyName.NARWHAL:
+            return NarwhalLikePlanner()
+        fleet = UniformFleet(options.instances, options.profile, options.slo)
+        known = plan_moving_split(self._workload, fleet, interval_s=options.policy.resplit_s)
+        return KnownSplitPlanner(known.interval_s, known.prefill)
 
     # Events
 
