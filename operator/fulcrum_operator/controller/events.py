@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from fulcrum_cluster.objects import EVENT, Object, ObjectApi
-from fulcrum_core.api import Condition, ObjectMeta, PDInstance, PDPool, PDService, conditions
+from fulcrum_core.api import Condition, ObjectMeta, PDInstance, PDPool, PDService, conditions, event_reasons
 from fulcrum_core.api.meta import API_VERSION, format_time
 from fulcrum_core.errors import AlreadyExists, FulcrumError, NotFound
 from fulcrum_core.formatting import format_count
@@ -31,26 +31,26 @@ _MESSAGE_LENGTH_MAX = 1000
 _REMEMBERED_MAX = 1000
 _BURST = 25
 _REFILL_S = 5.0
-_COMPLETED = ("RolloutCompleted", NORMAL)
+_COMPLETED = (event_reasons.ROLLOUT_COMPLETED, NORMAL)
 _ROLLING_OUT = (conditions.ROLLOUT_PROGRESSING, conditions.ROLLING_OUT_IN_PLACE)
 _EVENT_BY_REASON = {
-    conditions.TIER_NOT_FOUND: ("TierMissing", WARNING),
-    conditions.ROLLOUT_PROGRESSING: ("RolloutStarted", NORMAL),
-    conditions.ROLLING_OUT_IN_PLACE: ("RollingOutInPlace", WARNING),
-    conditions.MOVING_INSTANCES: ("MovingInstances", NORMAL),
-    conditions.EVICTION_ALLOWED: ("EvictionAllowed", WARNING),
-    conditions.ROLLED_BACK: ("RolledBack", WARNING),
-    conditions.FLOORS_TOO_HIGH: ("FloorsTooHigh", WARNING),
-    MODEL_UNKNOWN: ("ModelNotRead", WARNING),
+    conditions.TIER_NOT_FOUND: (event_reasons.TIER_MISSING, WARNING),
+    conditions.ROLLOUT_PROGRESSING: (event_reasons.ROLLOUT_STARTED, NORMAL),
+    conditions.ROLLING_OUT_IN_PLACE: (event_reasons.ROLLING_OUT_IN_PLACE, WARNING),
+    conditions.MOVING_INSTANCES: (event_reasons.MOVING_INSTANCES, NORMAL),
+    conditions.EVICTION_ALLOWED: (event_reasons.EVICTION_ALLOWED, WARNING),
+    conditions.ROLLED_BACK: (event_reasons.ROLLED_BACK, WARNING),
+    conditions.FLOORS_TOO_HIGH: (event_reasons.FLOORS_TOO_HIGH, WARNING),
+    MODEL_UNKNOWN: (event_reasons.MODEL_NOT_READ, WARNING),
     **dict.fromkeys(
         (conditions.LIMITED_BY_FLOORS, conditions.TOO_MANY_REPLICAS, conditions.TOO_FEW_REPLICAS),
-        ("ScalingLimited", WARNING),
+        (event_reasons.SCALING_LIMITED, WARNING),
     ),
 }
 """Event reason and type when a condition of the service changes to one of these reasons."""
 _REASON_WHEN_FALSE = {
-    conditions.KV_TRANSFER_VERIFIED: "KVTransferNotVerified",
-    conditions.MODEL_FITS: "ModelDoesNotFit",
+    conditions.KV_TRANSFER_VERIFIED: event_reasons.KV_TRANSFER_NOT_VERIFIED,
+    conditions.MODEL_FITS: event_reasons.MODEL_DOES_NOT_FIT,
 }
 """Event reason for a condition that becomes False, or stays False for another reason."""
 _REASON_WHEN_TRUE_AGAIN = {conditions.KV_TRANSFER_VERIFIED: "KVTransferVerified"}
@@ -72,34 +72,41 @@ class Event:
 def role_flipped(instance: str, role: str, by: str, cause: str) -> Event:
     """An instance's role was changed by an assignment."""
     suffix = f" ({cause})" if cause else ""
-    return Event("RoleFlipped", NORMAL, f"{instance} flipped to {role} by {by}{suffix}", f"{instance}/{role}")
+    return Event(
+        event_reasons.ROLE_FLIPPED,
+        NORMAL,
+        f"{instance} flipped to {role} by {by}{suffix}",
+        f"{instance}/{role}",
+    )
 
 
 def assignment_refused(instance: str, role: str | None, cause: str) -> Event:
     """A requested role, cordon or pin was refused."""
     subject = f"{instance} to {role}" if role else instance
-    return Event("AssignmentRefused", WARNING, f"{subject}: {cause}", f"{instance}/{role}")
+    return Event(event_reasons.ASSIGNMENT_REFUSED, WARNING, f"{subject}: {cause}", f"{instance}/{role}")
 
 
 def instance_failed(instance: str, cause: str) -> Event:
     """An instance failed and does not serve."""
-    return Event("InstanceFailed", WARNING, f"{instance}: {cause}", instance)
+    return Event(event_reasons.INSTANCE_FAILED, WARNING, f"{instance}: {cause}", instance)
 
 
 def instance_replaced(instance: str) -> Event:
     """An instance whose engine was lost was deleted; its pool creates a new one."""
-    return Event("InstanceReplaced", NORMAL, f"{instance} was lost; a new instance replaces it", instance)
+    return Event(
+        event_reasons.INSTANCE_REPLACED, NORMAL, f"{instance} was lost; a new instance replaces it", instance
+    )
 
 
 def pod_deleted_externally(instance: str) -> Event:
     """Somebody else deleted an instance's pod, for example to drain a node."""
     message = f"the pod of {instance} is being deleted by somebody else; a new instance replaces {instance}"
-    return Event("PodDeletedExternally", NORMAL, message, instance)
+    return Event(event_reasons.POD_DELETED_EXTERNALLY, NORMAL, message, instance)
 
 
 def scaled(pool: str, before: int, after: int) -> Event:
     """A pool's desired number of instances changed."""
-    reason = "ScaledUp" if after > before else "ScaledDown"
+    reason = event_reasons.SCALED_UP if after > before else event_reasons.SCALED_DOWN
     message = f"pool {pool} scaled from {before} to {format_count(after, 'instance')}"
     return Event(reason, NORMAL, message, f"{pool}/{before}/{after}")
 
@@ -121,13 +128,13 @@ def router_cannot_start(cause: FailureCause) -> Event:
 
 def problem_found(cause: FailureCause) -> Event:
     """An object of the service cannot be made: its name is taken, or the API server refuses it."""
-    reason = "ChildApplyFailed" if cause.reason == conditions.CHILD_REFUSED else cause.reason
+    reason = event_reasons.CHILD_APPLY_FAILED if cause.reason == conditions.CHILD_REFUSED else cause.reason
     return Event(reason, WARNING, f"{cause.message}; retrying", cause.message)
 
 
 def object_unreadable(description: str) -> Event:
     """An object of the service cannot be parsed by this version; `description` names object and field."""
-    return Event("ObjectUnreadable", WARNING, description, description)
+    return Event(event_reasons.OBJECT_UNREADABLE, WARNING, description, description)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,11 @@ def test_each_reason_of_a_condition_says_what_it_means(condition: str) -> None:
     assert [reason.value for reason in REASONS[condition] if not reason.meaning] == []
 
 
+def test_operator_writes_no_event_with_a_reason_that_is_not_listed() -> None:
+    source = (ROOT / "operator/fulcrum_operator/controller/events.py").read_text(encoding="utf-8")
+    assert re.findall(r"""["'][A-Z][a-z]+[A-Z]\w*["']""", source) == []
+
+
 def test_each_page_with_command_blocks_is_executed() -> None:
     pages = [path for path in sorted(DOCS.rglob("*.md")) if "```sh" in path.read_text(encoding="utf-8")]
     executable = (page for page in pages if any(b.note is None for b in list_command_blocks(page)))
