@@ -8,7 +8,8 @@ _INTRODUCTION = """# Events
 
 The operator writes Events about a PDService; `kubectl describe pds NAME` and `kubectl get events` show them.
 Programs match on the reason. A repeated Event increases the count of the first one, and each service has a
-budget of Events. A cause of the condition [Degraded](conditions.md#degraded) is also an Event, with the reason of the cause.
+budget of Events. A cause of the condition [Degraded](conditions.md#degraded) is also an Event, with the
+reason of the cause.
 
 """
 
