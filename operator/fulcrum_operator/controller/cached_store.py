@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from fulcrum_cluster.objects import ObjectApi, kind_of_resource
-from fulcrum_core.api import Resource
+from fulcrum_core.api import PDPool, Resource
 from fulcrum_core.errors import AlreadyExists, Conflict, InvalidInput, NotFound, StoreUnavailable
 from fulcrum_core.ports import Listing, Store, WatchEvent
 from fulcrum_operator.controller.cache import ObjectCache
@@ -158,7 +158,11 @@ class CachedStore:
     async def _without_missing_fields(
         self, kind: type[R], document: Mapping[str, Any], write: Callable[[Mapping[str, Any]], Awaitable[R]]
     ) -> R:
-        """Write the document without the fields that the CRDs lack, as refusals show them."""
+        """Write the document without the fields that the CRDs lack, as refusals show them.
+
+        The revision of instances follows from the spec of their pool, so a pool must be planned again without
+        a missing field: `Conflict`.
+        """
         while True:
             known = self.missing_fields.prune(kind, document)
             try:
@@ -166,6 +170,8 @@ class CachedStore:
             except InvalidInput as error:
                 if self._objects is None or not self.missing_fields.note(kind, error):
                     raise
+                if kind is PDPool and error.path.startswith("spec."):
+                    raise Conflict(f"the CRDs lack {error.path}") from error
                 continue
             self.missing_fields.note_accepted(kind, known)
             return result

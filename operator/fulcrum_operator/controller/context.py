@@ -98,8 +98,8 @@ class ReconcileContext:
     """Whether the ServiceAccount of the service's engines is its own: no engine runs as somebody else's."""
     check_not_deleted: Callable[[PDService], Awaitable[None]] | None = None
     """Raises `Conflict` if the service is deleted by now; None: the store knows the latest state."""
-    engine_images: EngineImages | None = None
-    """Default images of engines; None if engines are processes."""
+    engine_images: Callable[[], EngineImages | None] = lambda: None
+    """Default images of engines; None if engines are processes, or if the CRDs cannot store an image."""
     sees_nodes: Callable[[], bool] = lambda: True
     """Whether observations tell which engines are on departing nodes."""
     after_apply: Callable[[Observed, Plan], Awaitable[Problems]] | None = None

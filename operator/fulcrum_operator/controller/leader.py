@@ -19,7 +19,7 @@ import structlog
 from fulcrum_cluster.client import ClusterClient
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.objects import SERVICE, SERVICE_ACCOUNT
-from fulcrum_core.api import KINDS, EngineIdentitySpec, PDInstance, PDService
+from fulcrum_core.api import KINDS, EngineIdentitySpec, PDInstance, PDPool, PDService
 from fulcrum_core.api.meta import API_VERSION
 from fulcrum_core.errors import Conflict, FulcrumError, NotFound
 from fulcrum_core.models import Fit
@@ -51,6 +51,7 @@ from fulcrum_operator.controller.router_view import STATE_URL_TEMPLATE, ClusterR
 from fulcrum_operator.controller.unreadable_objects import UnreadableObjects
 from fulcrum_operator.controller.work_queue import WorkQueue
 from fulcrum_operator.engines import simulated, vllm
+from fulcrum_operator.engines.images import EngineImages
 from fulcrum_operator.manifests.engine_container import judge_instance_fit, vllm_launch_request
 from fulcrum_operator.manifests.names import InstallationSettings, engine_account_name
 from fulcrum_operator.plan import Observed, Plan
@@ -151,7 +152,7 @@ class Leader:
             models=self._model_reader,
             check_not_deleted=lambda service: check_not_deleted(service, self._connection.objects),
             has_engine_account=lambda key: self._has_engine_account(self._service(key)),
-            engine_images=self._options.settings.engine_images,
+            engine_images=self._engine_images,
             sees_nodes=lambda: self._nodes is not None and self._nodes.allowed,
             after_apply=self._after_apply,
             on_failure=self._record_failure,
@@ -306,6 +307,11 @@ class Leader:
         await self._recorder.record(service.metadata, events)
         self._reported[key] = remember_reported(observed)
         return problems
+
+    def _engine_images(self) -> EngineImages | None:
+        """None if the CRDs lack the field of a pool's default image: it would be computed anew each time."""
+        lacks = self._store.missing_fields.lacks(PDPool, ("spec", "defaultImage"))
+        return None if lacks else self._options.settings.engine_images
 
     def _service(self, key: ServiceKey) -> PDService | None:
         return self._cache.get_resource(PDService, key.namespace, key.name)

@@ -40,6 +40,10 @@ class MissingFields:
         known[path] = True
         return True
 
+    def lacks(self, kind: type[Resource], path: Path) -> bool:
+        """Whether the field would be left out now."""
+        return self._paths.get(kind, {}).get(path, False)
+
     def prune(self, kind: type[Resource], document: Mapping[str, Any]) -> dict[str, Any]:
         """The document without the fields that are missing, and without parts that are empty then."""
         pruned = dict(document)

@@ -206,7 +206,7 @@ async def _observe(
         engines=_observe_engines(key, context),
         engine_facts=facts,
         endpoint=context.router.endpoint(key) if context.router else None,
-        engine_images=context.engine_images,
+        engine_images=context.engine_images(),
         sees_nodes=context.sees_nodes(),
         can_read_models=context.models is not None,
         model_read_attempt=context.models.reading(key) if context.models else None,

@@ -1,5 +1,6 @@
 """The operator works on CRDs of its last two schema versions and of a later one."""
 
+import contextlib
 import copy
 import json
 from collections.abc import Iterator
@@ -74,6 +75,35 @@ def test_a_newer_operator_serves_on_older_crds_and_names_the_fields_they_lack(
     api.patch("pdservices", "chat", {"spec": {"instances": 3}})
     wait_until(lambda: "chat-2" in api.names("pods"), "a change to be acted on")
     assert "reconcile failed" not in operator.log.read_text()
+
+
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_a_change_on_older_crds_replaces_each_engine_once(
+    bare_cluster: Cluster, started: Any, version: str
+) -> None:
+    """The field of the default image is missing, and the image is part of the revision."""
+    apply_manifest(bare_cluster, PREVIOUS / f"{version}.yaml")
+    api = NamespaceClient(bare_cluster, "default")
+    address = pick_loopback_address()
+    operator: OperatorProcess = started("op-a", "--lease-namespace", "default")
+    wait_until(operator.is_leader, "the operator to lead", timeout_s=30)
+    kubelet = FakeKubelet(api, address)
+
+    def all_settled(args: list[str]) -> bool:
+        for name in api.names("pods"):
+            with contextlib.suppress(LookupError):  # deleted meanwhile
+                kubelet.set_ready(name)
+        specs = [instance["spec"]["engine"].get("args", []) for instance in api.list("pdinstances")]
+        return specs == [args, args] and api.condition("Progressing")["reason"] == "Settled"
+
+    with serve_engines(address):
+        api.service(instances=2, drain={"timeout": "1s"})
+        wait_until(lambda: all_settled([]), "all to serve", timeout_s=30)
+        api.patch("pdservices", "chat", {"spec": {"engine": {"args": ["--seed=7"]}}})
+        wait_until(lambda: all_settled(["--seed=7"]), "the roll-out", timeout_s=60)
+    created = [line for line in operator.log.read_text().splitlines() if '"pod created"' in line]
+    assert len(created) == 4
+    assert "pdpools spec.defaultImage" in api.condition("Degraded")["message"]
 
 
 def with_later_fields(crd: dict[str, Any]) -> dict[str, Any]:

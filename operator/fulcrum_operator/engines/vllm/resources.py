@@ -13,6 +13,7 @@ from fulcrum_core.models.sizes import GIB
 from fulcrum_operator.engines.launch import Choice, EngineResources
 from fulcrum_operator.engines.launch_request import LaunchRequest
 from fulcrum_operator.engines.vllm.settings import VllmSettings
+from fulcrum_operator.engines.vllm.user_args import user_host_bytes, user_kv_cache_bytes
 
 SHARED_MEMORY_BYTES = 8 * GIB
 """Room in /dev/shm for the queues between the engine's processes, besides LMCache's memory tier."""
@@ -80,9 +81,16 @@ def _choose_cores(request: LaunchRequest) -> tuple[int, str]:
 
 def _choose_host_bytes(request: LaunchRequest, settings: VllmSettings) -> tuple[int, str]:
     """Memory of the engine's processes in bytes, without LMCache's tier."""
+    host, why = _choose_process_bytes(request, settings)
+    offloaded = user_host_bytes(request.args, ranks=request.layout.devices_needed)
+    return (host + offloaded, f"{why}; {format_gib(offloaded)} by engine.args") if offloaded else (host, why)
+
+
+def _choose_process_bytes(request: LaunchRequest, settings: VllmSettings) -> tuple[int, str]:
     weights = 0 if request.facts is None else weight_bytes(request.facts, request.quantization.weights)
     if request.hardware.vendor is Vendor.CPU:
-        kv = settings.kv_cache_bytes or 0
+        given = user_kv_cache_bytes(request.args, request.env)
+        kv = settings.kv_cache_bytes or 0 if given is None else given
         return _CPU_BASE_BYTES + weights + kv, "the process, the weights and the KV cache"
     host = _BASE_BYTES + _RANK_BYTES * request.layout.devices_needed
     if request.settings.sleep_mode:

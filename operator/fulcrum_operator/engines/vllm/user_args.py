@@ -5,9 +5,12 @@ ignored here: the engine refuses to start with it.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from fulcrum_core.api.env import EnvVar
+from fulcrum_core.models.sizes import GIB
 from fulcrum_core.values import KV_LEASE_S
 
 _IDENTITY_FIELDS = {
@@ -22,6 +25,12 @@ _IDENTITY_FIELDS = {
     "-pp": "pipeline_parallel",
 }
 _NUMBER_FIELDS = frozenset({"block_size", "tensor_parallel", "pipeline_parallel"})
+_HOST_GIB_PER_RANK = frozenset({"--cpu-offload-gb", "--swap-space"})
+_HOST_GIB = "--kv-offloading-size"
+"""Options that take memory of the node, in GiB: for each rank, and for all ranks together."""
+_KV_CACHE_BYTES, _KV_CACHE_GIB_VARIABLE = "--kv-cache-memory-bytes", "VLLM_CPU_KVCACHE_SPACE"
+"""Size of the KV cache, which on CPUs is memory of the node; the option goes before the variable."""
+_HOST_GIB_MAX = 65_536.0
 _DIGITS_MAX = 9
 """Longer numbers are invalid for the engine and for the fields of EngineIdentitySpec."""
 _LEASE_MAX_S = 86_400.0
@@ -49,6 +58,36 @@ def user_identity_fields(args: Sequence[str]) -> dict[str, str | int]:
         elif field is not None and field not in _NUMBER_FIELDS:
             found[field] = value
     return found
+
+
+def user_host_bytes(args: Sequence[str], *, ranks: int) -> int:
+    """Memory of the node that the arguments take for weights and KV of the devices, in bytes."""
+    last = {
+        option: size
+        for option, value in parse_options(args)
+        if (option in _HOST_GIB_PER_RANK or option == _HOST_GIB) and (size := _parse_size(value)) is not None
+    }
+    gib = sum(size * (1 if option == _HOST_GIB else ranks) for option, size in last.items())
+    return math.ceil(gib * GIB)
+
+
+def user_kv_cache_bytes(args: Sequence[str], env: Iterable[EnvVar]) -> int | None:
+    """Size of the KV cache that the user sets, in bytes; None if he does not."""
+    given = [value for option, value in parse_options(args) if option == _KV_CACHE_BYTES]
+    if given and given[-1].isdecimal() and len(given[-1]) <= 16:
+        return int(given[-1])
+    values = [variable.value for variable in env if variable.name == _KV_CACHE_GIB_VARIABLE]
+    size = _parse_size(values[-1]) if values else None
+    return None if size is None else math.ceil(size * GIB)
+
+
+def _parse_size(text: str) -> float | None:
+    """A number of GiB; None if the text is none, or one that no node has."""
+    try:
+        size = float(text)
+    except ValueError:
+        return None
+    return size if 0 < size <= _HOST_GIB_MAX else None
 
 
 def user_kv_lease_s(args: Sequence[str]) -> float | None:

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from fulcrum_core.api.engine import EngineSettingsSpec, KvCacheSpec, KvTransferSpec, ModelSourceSpec
+from fulcrum_core.api.env import EnvVar
+from fulcrum_core.hardware import resolve_hardware
 from fulcrum_core.models import weight_bytes
 from fulcrum_core.models.sizes import GIB
 from fulcrum_operator.engines.launch import EngineResources
@@ -96,3 +98,37 @@ def test_an_engine_on_cpus_holds_weights_and_kv_in_memory_and_has_the_cores_of_i
 )
 def test_plan_shows_the_resources(name: str, value: str) -> None:
     assert chosen_value(make_launch_request(model_source=MOUNTED, **TIERS), name) == value
+
+
+@pytest.mark.parametrize(
+    ("args", "gib"),
+    [
+        pytest.param(("--cpu-offload-gb", "40"), 80, id="weights of both ranks"),
+        pytest.param(("--swap_space=8",), 16, id="swap space of both ranks"),
+        pytest.param(("--kv-offloading-size", "64"), 64, id="KV of all ranks"),
+        pytest.param(("--cpu-offload-gb=10", "--cpu-offload-gb=20"), 40, id="the last one counts"),
+        pytest.param(("--cpu-offload-gb", "much"), 0, id="no number"),
+        pytest.param(("--cpu-offload-gb", "inf"), 0, id="no size"),
+    ],
+)
+def test_memory_that_arguments_take_from_the_node_is_requested(args: tuple[str, ...], gib: int) -> None:
+    plain = resources(make_launch_request(model_source=MOUNTED, devices=2))
+    given = resources(make_launch_request(model_source=MOUNTED, devices=2, args=args))
+    more = given.memory_bytes - plain.memory_bytes, given.memory_limit_bytes - plain.memory_limit_bytes
+    assert more == (gib * GIB, 2 * gib * GIB)
+
+
+@pytest.mark.parametrize(
+    ("args", "env"),
+    [
+        (("--kv-cache-memory-bytes", str(40 * GIB)), ()),
+        ((), (EnvVar(name="VLLM_CPU_KVCACHE_SPACE", value="40"),)),
+    ],
+    ids=["an argument", "a variable"],
+)
+def test_the_users_kv_cache_on_cpus_is_part_of_the_memory(
+    args: tuple[str, ...], env: tuple[EnvVar, ...]
+) -> None:
+    cpus: dict[str, Any] = {"hardware": resolve_hardware("", resource="cpu"), "devices": None, "cores": 8}
+    given = resources(make_launch_request(model_source=MOUNTED, args=args, env=env, **cpus))
+    assert given.memory_bytes > 40 * GIB
