@@ -15,11 +15,17 @@ from fulcrum_router.counters import RequestOutcome
 from fulcrum_router.data_path.decode import DecodeLeg
 from fulcrum_router.data_path.decode_response import DecodeResponse
 from fulcrum_router.data_path.prefill import PrefillLeg
-from fulcrum_router.data_path.request import ClientRequest, Downstream, EarlyResponse, Leg, ServedRequest
+from fulcrum_router.data_path.request import (
+    ClientRequest,
+    Downstream,
+    EarlyResponse,
+    Leg,
+    ServedRequest,
+    find_error_status,
+)
 from fulcrum_router.http1 import responses
 from fulcrum_router.http1.bodies import RequestBody, parse_request_body
 from fulcrum_router.http1.engine_events import count_output_tokens
-from fulcrum_router.http1.failures import Failure
 from fulcrum_router.http1.inline_task import Completion, InlineTask, next_turn, run_in_asyncio_task
 from fulcrum_router.http1.json_limits import InvalidBody
 from fulcrum_router.http1.output_limits import find_output_limit, is_stream
@@ -32,7 +38,6 @@ log = structlog.get_logger()
 # An attribute of an enum is slow to read.
 _SEND_PREFILL, _SEND_DECODE, _END = Action.SEND_PREFILL, Action.SEND_DECODE, Action.END
 _OK, _DONE = RequestOutcome.OK, State.DONE
-_TIMEOUT_FAILURES = frozenset({Failure.TIMEOUT, Failure.TOO_LONG, Failure.UNREACHABLE, Failure.EJECTED})
 
 
 LONG_BODY_BYTES = 1_048_576
@@ -133,7 +138,7 @@ class Exchange:
     def _parse_body(self) -> RequestBody:
         request = self._request
         try:
-            return parse_request_body(request.client.body, request.tier.engine_priority)
+            return parse_request_body(request.client.body, request.tier.engine_priority, chat=request.is_chat)
         except InvalidBody as error:
             raise EarlyResponse(
                 RequestOutcome.INVALID, responses.build_error_response(400, str(error))
@@ -219,7 +224,7 @@ class Exchange:
             message = f"no decode instance responded: {failed.detail}"
             if reason is StopReason.QUERY_OF_DEATH:
                 message = f"two engines failed by this request: {failed.detail}"
-            status = 504 if failed.failure in _TIMEOUT_FAILURES else 502
+            status = find_error_status(failed)
         return EarlyResponse(
             RequestOutcome.FAILED,
             responses.build_error_response(status, message, close=not request.keep_alive),

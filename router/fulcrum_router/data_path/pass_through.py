@@ -6,12 +6,13 @@ that clients may not set are those of completions.
 """
 
 import asyncio
+import time
 
 import structlog
 
 from fulcrum_core.values import Role
 from fulcrum_router.counters import DECODE, RequestOutcome
-from fulcrum_router.data_path.request import ClientRequest, Downstream
+from fulcrum_router.data_path.request import ClientRequest, Downstream, find_error_status
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1 import responses
 from fulcrum_router.http1.bodies import RequestBody, build_decode_body, parse_request_body
@@ -21,6 +22,7 @@ from fulcrum_router.http1.inline_task import Completion, InlineTask
 from fulcrum_router.http1.json_limits import InvalidBody
 from fulcrum_router.http1.sending import send_and_wait
 from fulcrum_router.http1.upstream import EngineConnection
+from fulcrum_router.policy.journey import StopReason
 from fulcrum_router.router import Router
 from fulcrum_router.settings import ServiceSettings
 
@@ -197,9 +199,14 @@ class PassThrough:
         request = self._body = parse_request_body(self._client_request.body, tier.engine_priority)
         failed = LegFailed(Failure.REFUSED, "no instance is available", status=503)
         excluded: set[str] = set()
+        budget = self._router.journeys.retry_budget
+        budget.record_request(time.monotonic())
         while len(excluded) < MAX_ATTEMPTS:
             instance = self._choose(excluded)
             if instance is None:
+                break
+            if excluded and not budget.take_retry(time.monotonic()):
+                self._router.counters.stopped_requests[StopReason.RETRY_BUDGET] += 1
                 break
             excluded.add(instance.name)
             try:
@@ -228,7 +235,9 @@ class PassThrough:
             StreamBroken: if it fails later.
         """
         pool, timeouts = instance.require_connection_pool(), self._settings.timeouts
-        tokens = request.prompt_id_count + self._router.tokens_per_byte.predict_tokens(len(request.raw))
+        tokens = 0  # pooling holds no KV once it has responded
+        if self._client_request.path in GENERATION_PATHS:
+            tokens = request.prompt_id_count + self._router.tokens_per_byte.predict_tokens(len(request.raw))
 
         def build_request() -> tuple[bytes, bytes]:
             body = build_decode_body(request, None, cache_salt=instance.cache_salt)
@@ -275,6 +284,6 @@ class PassThrough:
 
     def _write_failure(self, failed: LegFailed) -> None:
         """Send the error for a request that no instance could serve."""
-        status = 503 if failed.status == 503 else 504 if failed.failure is Failure.TIMEOUT else 502
+        status = find_error_status(failed)
         message = failed.detail if status == 503 else f"no instance responded: {failed.detail}"
         self._downstream.write(responses.build_error_response(status, message, close=not self._keep_alive))

@@ -20,6 +20,7 @@ from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.framing import CHUNKED, UNTIL_CLOSE, ResponseHead
 from fulcrum_router.http1.sending import BufferedResponse, send_and_wait
 from fulcrum_router.http1.upstream import ConnectionPool, EngineConnection
+from fulcrum_router.policy.estimate import has_only_text
 from fulcrum_router.policy.journey import Action, LocalPrefillReason, StopReason
 
 _REASONS = {
@@ -27,6 +28,10 @@ _REASONS = {
     PrefillProblem.WRONG_REMOTE_HOST: LocalPrefillReason.WRONG_REMOTE_HOST,
 }
 """Problems that another prefill instance would have, too: the decode instance computes the prompt."""
+
+
+MAX_ADDED_TOKENS = 131_072
+"""Tokens of a prompt beyond one for each byte of its body, as for images by URL. More is not believed."""
 
 
 def _expect_response(connection: EngineConnection) -> BufferedResponse:  # noqa: ARG001  # see send_and_wait
@@ -61,7 +66,7 @@ class PrefillLeg:
         router.record_leg_success(instance, PREFILL)
         if journey.predicted_ttft is not None:
             router.ttft_errors.learn_prefill_leg(journey.predicted_ttft, measured_s=now_s - sent_s)
-        if response.prompt_tokens is not None:
+        if response.prompt_tokens is not None and has_only_text(request.body.fields):
             counted = response.prompt_tokens - request.body.prompt_id_count
             router.tokens_per_byte.learn(prompt_bytes=request.body.prompt_bytes, tokens=counted)
         request.kv_transfer_params, request.received_after_s = (
@@ -106,6 +111,8 @@ class PrefillLeg:
         if head.status != 200:
             self._reject(head.status, received.content, head)
         response = parse_prefill_response(received.content, pool.host)
+        if (response.prompt_tokens or 0) > len(request.client.body) + MAX_ADDED_TOKENS:
+            response.prompt_tokens = None
         problem = response.problem
         if problem is PrefillProblem.ABORTED:
             raise LegFailed(Failure.ABORTED, "the engine aborted the prefill")

@@ -10,7 +10,7 @@ from typing import Protocol, cast
 from fulcrum_router.counters import RequestOutcome
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1.bodies import RequestBody, is_stream_without_usage
-from fulcrum_router.http1.failures import LegFailed
+from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.policy import Work
 from fulcrum_router.policy.journey import Action, Journey
 from fulcrum_router.router import Router
@@ -64,6 +64,16 @@ class EarlyResponse(Exception):
     def __init__(self, outcome: RequestOutcome, response: bytes, *, keep_alive: bool = True) -> None:
         super().__init__(outcome)
         self.outcome, self.response, self.keep_alive = outcome, response, keep_alive
+
+
+_TIMEOUT_FAILURES = frozenset({Failure.TIMEOUT, Failure.TOO_LONG, Failure.UNREACHABLE, Failure.EJECTED})
+
+
+def find_error_status(failed: LegFailed) -> int:
+    """Return the status for a client whose request failed in this way on its last instance."""
+    if failed.status == 503:
+        return 503
+    return 504 if failed.failure in _TIMEOUT_FAILURES else 502
 
 
 class ServedRequest:

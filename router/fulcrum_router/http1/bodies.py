@@ -55,7 +55,7 @@ _REQUIRED_KV_TRANSFER_PARAMS: dict[str, type] = {
     "remote_host": str,
     "remote_port": int,
 }
-MAX_PROMPT_TOKENS = 1_000_000_000
+MAX_PROMPT_TOKENS = 16_777_216
 """A larger count in an engine's usage is not believed."""
 
 
@@ -82,8 +82,8 @@ class RequestBody:
         }
 
 
-def parse_request_body(raw: bytes, priority: int) -> RequestBody:
-    """Parse `raw`, drop its reserved fields and set `priority` (0: none).
+def parse_request_body(raw: bytes, priority: int, *, chat: bool = False) -> RequestBody:
+    """Parse `raw`, drop its reserved fields and set `priority` (0: none). `chat`: its prompt are messages.
 
     Raises:
         InvalidBody: if `raw` is not a JSON object, or exceeds a limit of `json_limits`.
@@ -97,12 +97,21 @@ def parse_request_body(raw: bytes, priority: int) -> RequestBody:
     if priority:
         fields["priority"] = priority
         raw = _append_field(raw, b'"priority":%d' % priority, is_empty=len(fields) == 1)
-    prompt = fields.get("prompt")
+    read = _drop_unread_prompt(fields, chat=chat)
+    prompt = read.get("prompt")
     if type(prompt) is list and len(prompt) > MAX_PROMPTS and type(prompt[0]) is not int:
         raise InvalidBody(f"the body has more than {MAX_PROMPTS} prompts")
-    size, ids = measure_prompt(fields)
-    reason = _find_local_prefill_reason(fields)
-    return RequestBody(raw, fields, size, ids, reason, count_choices(fields) if reason in _SEVERAL else 1)
+    size, ids = measure_prompt(read)
+    reason = _find_local_prefill_reason(read)
+    return RequestBody(raw, fields, size, ids, reason, count_choices(read) if reason in _SEVERAL else 1)
+
+
+def _drop_unread_prompt(fields: dict[str, Any], *, chat: bool) -> dict[str, Any]:
+    """Return the fields without a prompt in a chat, or messages in a completion: the engine reads neither."""
+    unread = "prompt" if chat else "messages"
+    if unread not in fields or (not chat and "prompt" not in fields):
+        return fields
+    return {name: value for name, value in fields.items() if name != unread}
 
 
 def _normalise_bools(fields: dict[str, Any]) -> bool:

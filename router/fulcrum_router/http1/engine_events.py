@@ -18,13 +18,13 @@ ABORT = b'"abort"'
 """Cheap test before `ABORT_PATTERN`."""
 ABORT_PATTERN = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 
-_PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,9})(?![\d.eE])')
-_COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,9})(?![\d.eE])')
-_CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})(?![\d.eE])')
+_PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,8})(?![\d.eE])')
+_COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,8})(?![\d.eE])')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,8})(?![\d.eE])')
 _MAX_USAGE_BYTES = 1024
 _USUAL_USAGE = re.compile(
-    rb'"usage":\{"prompt_tokens":(\d+),"total_tokens":\d+,"completion_tokens":(\d+),'
-    rb'"prompt_tokens_details":(?:null|\{"cached_tokens":(\d+))'
+    rb'"usage":\{"prompt_tokens":(\d{1,8}),"total_tokens":\d{1,9},"completion_tokens":(\d{1,8}),'
+    rb'"prompt_tokens_details":(?:null|\{"cached_tokens":(\d{1,8})\})'
 )
 """The usage in vLLM's order: one match takes half the time of three searches."""
 

@@ -20,6 +20,7 @@ from fulcrum_router.policy.estimate import (
     PredictionErrorMean,
     PrefillPredictor,
     TokensPerByte,
+    has_only_text,
     measure_prompt,
 )
 from fulcrum_router.policy.ledger import (
@@ -74,6 +75,7 @@ __all__ = [
     "choose_prefill",
     "classify_transfer",
     "compute_decode_load",
+    "has_only_text",
     "measure_prompt",
     "predict_ttft",
 ]

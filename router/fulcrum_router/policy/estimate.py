@@ -25,11 +25,50 @@ TYPICAL_REQUEST_TOKENS = 1_000
 
 
 def measure_prompt(request: Mapping[str, Any]) -> tuple[int, int]:
-    """Measure the prompt of a parsed request: UTF-8 bytes of its texts, and number of its token ids."""
+    """Measure the prompt of a parsed request: UTF-8 bytes of its texts, and number of its token ids.
+
+    A prompt that the engine truncates counts as so many token ids.
+    """
     prompt = request.get("prompt")
     if prompt is None:
-        return _measure_messages(request.get("messages")), 0
-    return _measure_prompt_field(prompt)
+        size, ids = _measure_messages(request.get("messages")), 0
+    else:
+        size, ids = _measure_prompt_field(prompt)
+    limit = request.get("truncate_prompt_tokens")
+    if type(limit) is int and 0 <= limit < size + ids:
+        return 0, limit
+    return size, ids
+
+
+_UNMEASURED_FIELDS = frozenset(
+    {
+        *("tools", "functions", "documents", "chat_template", "chat_template_kwargs"),
+        *("mm_processor_kwargs", "media_io_kwargs", "prompt_embeds", "suffix"),
+    }
+)
+"""Fields that add tokens to a prompt beside its text."""
+
+
+def has_only_text(request: Mapping[str, Any]) -> bool:
+    """Whether the measured texts are all that the engine's count of the prompt's tokens can come from.
+
+    Only such prompts teach the tokens per byte; others would let one client bend the estimates of all.
+    """
+    if not _UNMEASURED_FIELDS.isdisjoint(request):
+        return False
+    messages = request.get("messages")
+    return type(messages) is not list or all(map(_is_text_message, messages))
+
+
+def _is_text_message(message: object) -> bool:
+    if type(message) is not dict or "tool_calls" in message:
+        return False
+    content = message.get("content")
+    if type(content) is str:
+        return True
+    return type(content) is list and all(
+        type(part) is dict and part.get("type") == "text" for part in content
+    )
 
 
 def _measure_prompt_field(prompt: object) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections import Counter
 
 import aiohttp
@@ -115,6 +116,27 @@ async def test_a_failing_engine(
         async with client.post(world.url("/v1/embeddings"), json=BODY) as response:
             assert (response.status, "error" in await response.json()) == (status, True)
         assert sum(bool(engine.requests) for engine in world.engines.values()) == tried
+        await wait_until(world.ledgers_are_empty, "nothing is in flight")
+
+
+async def test_retries_are_charged_to_the_budget_of_all_requests(client: aiohttp.ClientSession) -> None:
+    async with run_router(*respond(respond_with_status(500), "d1", "d2")) as world:
+        budget = world.router.journeys.retry_budget
+        while budget.take_retry(time.monotonic()):
+            pass
+        async with client.post(world.url("/v1/embeddings"), json=BODY) as response:
+            assert response.status == 502
+        assert sum(len(engine.requests) for engine in world.engines.values()) == 1
+        assert world.router.counters.stopped_requests == {"retry_budget": 1}
+
+
+async def test_pooling_is_not_counted_as_kv_of_decodes(client: aiohttp.ClientSession) -> None:
+    async with run_router(*respond(never_respond, "d1")) as world:
+        post = asyncio.ensure_future(client.post(world.url("/tokenize"), json={"prompt": "x" * 9_000}))
+        await wait_until(lambda: bool(world["d1"].requests), "the engine has the request")
+        [instance] = world.router.fleet.instances
+        assert (instance.ledger.legs, instance.ledger.decode_tokens) == (1, 0)
+        post.cancel()
         await wait_until(world.ledgers_are_empty, "nothing is in flight")
 
 

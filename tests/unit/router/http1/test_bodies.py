@@ -209,3 +209,11 @@ def test_what_an_engine_reads_as_no_stream_is_none(stream: object) -> None:
 def test_a_stream_that_is_neither_true_nor_false_is_rejected(fields: dict[str, object]) -> None:
     with pytest.raises(InvalidBody, match="stream is neither true nor false"):
         parse_request_body(orjson.dumps({"prompt": "a", **fields}), 0)
+
+
+def test_a_prompt_in_a_chat_is_not_read() -> None:
+    fields = {"messages": [{"role": "user", "content": "four"}], "prompt": ["a", "b"]}
+    chat = parse_request_body(orjson.dumps(fields), 0, chat=True)
+    assert (chat.prompt_bytes, chat.prompt_id_count, chat.local_prefill_reason) == (4, 0, None)
+    completion = parse_request_body(orjson.dumps({**fields, "prompt": "abc"}), 0)
+    assert (completion.prompt_bytes, completion.local_prefill_reason) == (3, None)

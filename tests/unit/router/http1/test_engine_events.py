@@ -43,3 +43,13 @@ from fulcrum_router.http1.engine_events import Usage, parse_usage
 )
 def test_the_last_usage_of_a_response_is_read(content: bytes, usage: Usage | None) -> None:
     assert parse_usage(content) == usage
+
+
+def test_a_count_that_no_request_can_have_is_not_believed() -> None:
+    huge = b"9" * 5_000
+    for name in (b"prompt_tokens", b"total_tokens", b"completion_tokens"):
+        usage = (
+            b'"usage":{"prompt_tokens":1,"total_tokens":2,"completion_tokens":1,"prompt_tokens_details":null}'
+        )
+        found = parse_usage(usage.replace(b'"%b":' % name, b'"%b":%b' % (name, huge)))
+        assert found is None or max(found.prompt_tokens, found.completion_tokens) < 100_000_000

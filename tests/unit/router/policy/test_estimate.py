@@ -11,6 +11,7 @@ from fulcrum_router.policy import (
     PredictionErrorMean,
     PrefillPredictor,
     TokensPerByte,
+    has_only_text,
     measure_prompt,
 )
 from fulcrum_router.policy.estimate import DEFAULT_DECODE, DEFAULT_PREFILL
@@ -35,6 +36,14 @@ UNUSABLE = [math.nan, math.inf, -1.0, 0.0]
         ),
         pytest.param({"messages": [{"content": None}, "x"]}, (0, 0), id="0 for a message without content"),
         pytest.param({}, (0, 0), id="0 for a request without a prompt"),
+        pytest.param(
+            {"prompt": "x" * 100, "truncate_prompt_tokens": 7}, (0, 7), id="a truncated prompt as token ids"
+        ),
+        pytest.param(
+            {"prompt": "abc", "truncate_prompt_tokens": 7},
+            (3, 0),
+            id="bytes of a prompt that is not truncated",
+        ),
         pytest.param({"prompt": 5}, (0, 0), id="0 for an invalid prompt, which the engine refuses"),
     ],
 )
@@ -42,6 +51,23 @@ def test_a_prompt_is_measured_in_text_bytes_and_token_ids(
     request_fields: dict[str, Any], size: tuple[int, int]
 ) -> None:
     assert measure_prompt(request_fields) == size
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "expected"),
+    [
+        ({"prompt": "a"}, True),
+        ({"messages": [{"role": "user", "content": "a"}]}, True),
+        ({"messages": [{"content": [{"type": "text", "text": "a"}]}]}, True),
+        ({"messages": [{"content": "a"}], "tools": [{}]}, False),
+        ({"messages": [{"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, False),
+        ({"messages": [{"content": "a", "tool_calls": [{}]}]}, False),
+        ({"messages": [None]}, False),
+    ],
+    ids=["prompt", "chat", "text parts", "tools", "image", "tool calls", "no message"],
+)
+def test_only_text_teaches_the_tokens_per_byte(request_fields: dict[str, Any], expected: bool) -> None:
+    assert has_only_text(request_fields) is expected
 
 
 def test_tokens_per_byte_converge_to_the_engines_count() -> None:
