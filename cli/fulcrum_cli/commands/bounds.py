@@ -29,6 +29,8 @@ from fulcrum_simulator.workload import (
     load_recording,
 )
 
+_FLUID, _LIGHTEST, _BURSTS = "fluid work", "fluid work, lightest", ("prefill burst", "decode burst")
+
 
 @dataclass(frozen=True, slots=True)
 class _Row:
@@ -88,29 +90,29 @@ def _compute_rows(
     requests: Sequence[WorkloadRequest], fleet: UniformFleet, *, attainment: float
 ) -> tuple[_Row, ...]:
     return (
-        _Row("B1", compute_fluid_rate(requests, fleet), "all requests served: the work fits the instances"),
+        _Row(_FLUID, compute_fluid_rate(requests, fleet), "all requests served: the work fits the instances"),
         _Row(
-            "B2",
+            _LIGHTEST,
             compute_metric_rate(requests, fleet, attainment=attainment),
             "the heaviest requests dropped: the work of the others fits",
         ),
         _Row(
-            "B3",
+            _BURSTS[0],
             find_prefill_burst_rate(requests, fleet, attainment=attainment),
             "bursts of prompts, each within the TTFT objective",
         ),
         _Row(
-            "B4",
+            _BURSTS[1],
             find_decode_burst_rate(requests, fleet, attainment=attainment),
             "bursts of output, each within both objectives",
         ),
         _Row(
-            "B5",
+            "FCFS prefill",
             find_fcfs_rate(requests, fleet, attainment=attainment),
-            "no bound: prompts first come, first served on all instances, decode ignored",
+            "no bound: prompts first come, first served on all instances, no decode",
         ),
         _Row(
-            "B5 reject",
+            "FCFS, late refused",
             find_fcfs_rate(requests, fleet, attainment=attainment, reject_late=True),
             "no bound: the same, prompts that would be late are refused",
         ),
@@ -147,8 +149,8 @@ def _format_table(
             *((row.name, _format_rate(row.rate_rps), row.meaning) for row in rows),
         ),
         "",
-        f"highest rate if all are served: {_format_rate(_lowest(rows, 'B1', 'B3', 'B4'))}; "
-        f"if some may be refused: {_format_rate(_lowest(rows, 'B2', 'B3', 'B4'))}",
+        f"highest rate if all are served: {_format_rate(_lowest(rows, _FLUID, *_BURSTS))}; "
+        f"if some may be refused: {_format_rate(_lowest(rows, _LIGHTEST, *_BURSTS))}",
     ]
 
 
