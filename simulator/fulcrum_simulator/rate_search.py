@@ -31,11 +31,12 @@ def find_highest_factor(
     precision: float = RUN_PRECISION,
     factors: tuple[float, float] = RUN_FACTORS,
     first: float = 1.0,
+    step: float = 2.0,
 ) -> FoundFactor[R]:
     """Find the highest factor at which `keeps_bar` holds for the result of `run`.
 
-    `first` is tried first; it is doubled or halved until the bar lies between two factors, or the limits
-    `factors` are passed.
+    `first` is tried first; it is multiplied or divided by `step`, then by its square and so on, until the
+    bar lies between two factors or the limits `factors` are passed.
     """
     trials = 0
     best: tuple[float, R] | None = None
@@ -47,15 +48,17 @@ def find_highest_factor(
             low, best = factor, (factor, result)
         else:
             high = factor
-        factor = _next_factor(low, high)
+        factor = _next_factor(low, high, step)
+        if not low or high == float("inf"):
+            step = min(step * step, 2.0)
     return FoundFactor(best[0] if best else None, best[1] if best else None, trials)
 
 
-def _next_factor(low: float, high: float) -> float:
+def _next_factor(low: float, high: float, step: float) -> float:
     if not low:
-        return high / 2
+        return high / step
     if high == float("inf"):
-        return low * 2
+        return low * step
     return float((low * high) ** 0.5)
 
 

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from fulcrum_simulator.fleet.load import Load
 from fulcrum_simulator.fleet.options import Policy, RunOptions
 from fulcrum_simulator.fleet.report import build_report
 from fulcrum_simulator.fleet.run import RunResult, simulate
-from fulcrum_simulator.rate_search import find_highest_factor, list_factors_around
+from fulcrum_simulator.rate_search import RUN_PRECISION, find_highest_factor, list_factors_around
 
 Report = dict[str, Any]
 NOISE = 0.005
@@ -28,7 +28,7 @@ def ignore_progress(_options: RunOptions, _factor: float) -> Callable[[float], N
 class SeedRun:
     """One policy with one seed: `factor` is the highest that kept the bar, None if none did.
 
-    Without a bar it is 1. The result is that of the run at `factor`, at 1 if there is none.
+    Without a bar it is the first one. The result is that of the run at `factor`, at 1 if there is none.
     """
 
     factor: float | None
@@ -79,18 +79,31 @@ def run_policy(
     *,
     bar: float | None = None,
     check_around: bool = False,
+    precision: float = RUN_PRECISION,
+    first: float = 1.0,
     on_run: OnRun = ignore_progress,
 ) -> PolicyRuns:
     """Run the policy of `options` with each seed; with a bar, at the highest rate that keeps it.
 
-    The search of each further seed starts where that of the seed before ended.
+    The first search starts at the factor `first`, that of each further seed where the one before ended.
     """
     runs: list[SeedRun] = []
-    first = 1.0
+    search = _Search(bar, precision, check_around)
     for seed in seeds:
-        runs.append(_run_seed(load, replace(options, seed=seed), bar, first, check_around, on_run))
+        step = _NEAR if runs and runs[-1].factor else 2.0
+        runs.append(_run_seed(load, replace(options, seed=seed), search, first, step, on_run))
         first = runs[-1].factor or first
     return PolicyRuns(options.policy, tuple(runs))
+
+
+_NEAR = 1.1
+"""First step of a search that starts where another seed's ended."""
+
+
+class _Search(NamedTuple):
+    bar: float | None
+    precision: float
+    check_around: bool
 
 
 def pick_best(candidates: Sequence[PolicyRuns]) -> PolicyRuns:
@@ -99,7 +112,7 @@ def pick_best(candidates: Sequence[PolicyRuns]) -> PolicyRuns:
 
 
 def _run_seed(
-    load: Load, options: RunOptions, bar: float | None, first: float, check_around: bool, on_run: OnRun
+    load: Load, options: RunOptions, search: _Search, first: float, step: float, on_run: OnRun
 ) -> SeedRun:
     def run_at(factor: float) -> tuple[Report, RunResult]:
         arrivals = load.prepare(factor, slo=options.slo, seed=options.seed)
@@ -109,11 +122,18 @@ def _run_seed(
     def measure(factor: float) -> float:
         return run_at(factor)[0]["attainment"] or 0.0
 
+    bar = search.bar
     if bar is None:
-        return SeedRun(1.0, *run_at(1.0), trials=1)
-    found = find_highest_factor(run_at, lambda run: (run[0]["attainment"] or 0.0) >= bar, first=first)
+        return SeedRun(first, *run_at(first), trials=1)
+    found = find_highest_factor(
+        run_at,
+        lambda run: (run[0]["attainment"] or 0.0) >= bar,
+        precision=search.precision,
+        first=first,
+        step=step,
+    )
     report, result = found.result or run_at(1.0)
     around: tuple[tuple[float, float], ...] = ()
-    if check_around and found.factor is not None:
+    if search.check_around and found.factor is not None:
         around = tuple((factor, measure(factor)) for factor in list_factors_around(found.factor))
     return SeedRun(found.factor, report, result, found.trials, around)
