@@ -36,6 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="requests of the test that cancels each at a random time (default: %(default)s)",
     )
     parser.addoption(
+        "--interleavings",
+        type=int,
+        default=200,
+        help="interleavings of concurrent writers on a real API server (default: %(default)s)",
+    )
+    parser.addoption(
         "--rewrite-golden",
         action="store_true",
         help="write tests/golden/ from the code's current output; git diff then shows what changed",
