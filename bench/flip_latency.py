@@ -1,7 +1,7 @@
 """Latency of a flip on a real API server, from the decision to the router's acknowledgement, under load.
 
 One control plane, one router, engine servers as processes. Instances are flipped one after another as the
-autoscaler does: judged by `may_apply`, written by one conditional patch, acknowledged at the state port.
+autoscaler does: with `update_assignment`, acknowledged at the state port.
 
     python bench/flip_latency.py [--flips 300] [--rate 50] [--engines 4]
 
@@ -24,13 +24,15 @@ from typing import Any
 
 import aiohttp
 
+from fulcrum_cluster.assignment_write import update_assignment
 from fulcrum_cluster.client import open_store
-from fulcrum_core.api.pdassignment import PDAssignment
-from fulcrum_core.assignment import AssignmentRules, build_flip, may_apply
-from fulcrum_core.merge_patch import create_merge_patch
+from fulcrum_cluster.clock import SystemClock
+from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec
+from fulcrum_core.assignment import build_flip
 from fulcrum_core.ports import Store
 from fulcrum_core.router_state import RouterState
 from fulcrum_core.values import Actor, Role
+from fulcrum_simulator.percentile import percentile
 from fulcrum_simulator.text import output_text, prompt_digest
 from tests.kubernetes.clusters import AUDIT_POLICY, apply_crds, temporary_namespace
 from tests.kubernetes.control_plane.service_stack import (
@@ -42,11 +44,11 @@ from tests.kubernetes.control_plane.service_stack import (
     routed,
 )
 from tools.kubernetes.cluster import Cluster
+from tools.kubernetes.waiting import wait_for
 
 APPLIED_P99_MAX_S = 0.1
 TOKENS = 4
 POLL_TIMEOUT_S = 10.0
-RULES = AssignmentRules(prefill_to_decode_cooldown_s=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +95,22 @@ async def _measure_flip(
     to = Role.DECODE if current.spec.roles[name].role is Role.PREFILL else Role.PREFILL
     query = {"min_generation": str(current.metadata.generation + 1), "timeout_s": str(POLL_TIMEOUT_S)}
     polling = asyncio.create_task(_poll(session, f"{router.state_url}/state", query))
-    await asyncio.sleep(0.005)  # the long poll starts before the flip, as the autoscaler's may
     decided_s = time.time()
-    desired = build_flip(current.spec, name, to, by=Actor.PERSON, reason="bench", now_s=decided_s)
-    verdict = may_apply(current.spec, desired, stack.engines.keys(), RULES, now_s=decided_s)
-    if not verdict.allowed:
-        raise RuntimeError(verdict.reason)
-    await store.patch(
-        PDAssignment,
+
+    async def propose(assignment: PDAssignment) -> PDAssignmentSpec:
+        return build_flip(assignment.spec, name, to, by=Actor.PERSON, reason="bench", now_s=decided_s)
+
+    update = await update_assignment(
+        store,
         SERVICE,
-        {"spec": create_merge_patch(current.spec.dump(), desired.dump())},
+        propose,
         namespace=stack.namespace,
-        resource_version=current.metadata.resource_version,
+        clock=SystemClock(),
+        attempts_max=1,
+        current=current,
     )
+    if not update.changed:
+        raise RuntimeError(update.refusal)
     written_s = time.time()
     state, poll_answered_s = await polling
     if state.generation <= current.metadata.generation:
@@ -180,8 +185,7 @@ def main() -> int:
     ):
         router = stack.start_router()
         router.process.wait_ready()
-        while stack.serving(router) != set(engines):
-            time.sleep(0.05)
+        wait_for(lambda: stack.serving(router) == set(engines), "all engines to serve")
         done, load = asyncio.run(measure(stack, router, args))
     print(f"{len(done)} flips, {load.completed} requests at {args.rate:g}/s, {load.wrong} failed or wrong")
     for name, label in (
@@ -190,13 +194,10 @@ def main() -> int:
         ("poll_answered_s", "decision to poll response"),
     ):
         values = sorted(getattr(flip, name) for flip in done)
-        shown = [f"p{share} {1000 * _percentile(values, share):6.1f} ms" for share in (50, 90, 99)]
+        shown = [f"p{share} {1000 * (percentile(values, share) or 0):6.1f} ms" for share in (50, 90, 99)]
         print(f"{label:32}", "  ".join(shown), f" max {1000 * values[-1]:6.1f} ms")
-    return int(load.wrong > 0 or _percentile(sorted(flip.applied_s for flip in done), 99) > APPLIED_P99_MAX_S)
-
-
-def _percentile(values: list[float], share: int) -> float:
-    return values[min(len(values) - 1, len(values) * share // 100)]
+    applied_p99_s = percentile([flip.applied_s for flip in done], 99)
+    return int(load.wrong > 0 or applied_p99_s is None or applied_p99_s > APPLIED_P99_MAX_S)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ from fulcrum_cli.target.connection import TargetConnection
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.errors import FulcrumError, NotFound
-from fulcrum_core.values import Phase, Role
+from fulcrum_core.values import Role
 
 _POLL_INTERVAL_S = 0.2
 
@@ -67,8 +67,8 @@ def has_taken_role(observation: InstanceObservation, write: AssignmentWrite, rol
         ChangeOverruled: if the flip was refused or reverted, or the instance was deleted.
     """
     check_not_overruled(observation, write)
-    status = observation.instance.status if observation.instance else None
-    return status is not None and status.role in (role, Role.BOTH) and status.phase is Phase.SERVING
+    instance = observation.instance
+    return instance is not None and instance.is_serving and instance.status.role in (role, Role.BOTH)
 
 
 def check_not_overruled(observation: InstanceObservation, write: AssignmentWrite) -> None:

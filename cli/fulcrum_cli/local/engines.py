@@ -139,7 +139,7 @@ def _vllm_process_spec(launch: EngineLaunch, placement: EnginePlacement) -> Proc
         env={variable.name: variable.value for variable in launch.env if _has_value(variable)},
         ports={"port": placement.port, "side_channel_port": placement.side_channel_port},
         health_url=f"http://{placement.host}:{placement.port}{launch.health_path}",
-        ready_timeout_s=max(READY_TIMEOUT_S, launch.startup_s),
+        ready_timeout_s=READY_TIMEOUT_S,
         stop_grace_s=STOP_GRACE_S,
         leftover_files=tuple(Path(path) for path in launch.leftover_files),
     )

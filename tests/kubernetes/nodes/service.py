@@ -194,14 +194,14 @@ class DeployedService:
 
     # -- readiness --
 
-    def is_fully_ready(self, instances: int = INSTANCES) -> bool:
-        """Whether exactly `instances` serve, each with a ready pod, and two routers are ready, one active."""
-        engines, routers = self.engines(), self.routers()
+    def is_fully_ready(self, instances: int = INSTANCES, *, routers: int = 2) -> bool:
+        """Whether exactly `instances` serve, each with a ready pod, and all routers are ready, one active."""
+        engines, router_pods = self.engines(), self.routers()
         return (
             self.phases() == {"Serving": instances}
             and len(engines) == instances
             and all(pod.ready and not pod.terminating for pod in engines)
-            and [pod.ready and not pod.terminating for pod in routers] == [True, True]
+            and [pod.ready and not pod.terminating for pod in router_pods] == [True] * routers
             and len(self.endpoints()) == 1
         )
 
@@ -214,11 +214,15 @@ class DeployedService:
             self.active_router() in routers
         )
 
-    def wait_until_ready(self, instances: int = INSTANCES, *, timeout_s: float = 60.0) -> float:
+    def wait_until_ready(
+        self, instances: int = INSTANCES, *, routers: int = 2, timeout_s: float = 60.0
+    ) -> float:
         """Wait until `is_fully_ready`; return the seconds. A TimeoutError's notes list all pods."""
         try:
             return wait_for(
-                lambda: self.is_fully_ready(instances), f"{instances} instances", timeout_s=timeout_s
+                lambda: self.is_fully_ready(instances, routers=routers),
+                f"{instances} instances",
+                timeout_s=timeout_s,
             )
         except TimeoutError as error:
             for name, status in self.instances().items():

@@ -11,7 +11,6 @@ from tests.kubernetes.nodes.installation import Helm, build_values
 from tests.kubernetes.nodes.load import run_load
 from tests.kubernetes.nodes.service import INSTANCES, DeployedService
 from tools.kubernetes.cluster import Cluster
-from tools.kubernetes.waiting import wait_for
 
 NODES = frozenset({"n1", "n2", "n3"})
 DRAIN_MAX_S = 120.0
@@ -33,16 +32,7 @@ def smallest_service(cluster: Cluster, chat: DeployedService, helm: Helm) -> Ite
 
 
 def _wait_for_pair(service: DeployedService) -> None:
-    wait_for(
-        lambda: (
-            service.phases() == {"Serving": 2}
-            and [pod.ready and not pod.terminating for pod in service.engines()] == [True, True]
-            and [pod.ready and not pod.terminating for pod in service.routers()] == [True]
-            and len(service.endpoints()) == 1
-        ),
-        "two instances and a router",
-        timeout_s=120,
-    )
+    service.wait_until_ready(2, routers=1, timeout_s=120)
 
 
 @pytest.mark.timeout(900)

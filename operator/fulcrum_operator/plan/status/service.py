@@ -100,10 +100,10 @@ def _role_status(
     desired: tuple[PDInstance, ...],
     members: tuple[PDInstance, ...],
 ) -> RoleStatus:
-    phases = [i.status.phase for i in desired if i.status.role is not None and i.status.role.serves(role)]
+    playing = [i for i in desired if i.status.role is not None and i.status.role.serves(role)]
     entries = [roles[member.metadata.name] for member in members if member.metadata.name in roles]
     return RoleStatus(
         desired=sum(entry.role is role and not entry.cordoned for entry in entries),
-        ready=phases.count(Phase.SERVING),
-        draining=phases.count(Phase.DRAINING),
+        ready=sum(i.is_serving for i in playing),
+        draining=sum(i.status.phase is Phase.DRAINING for i in playing),
     )
