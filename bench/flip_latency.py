@@ -27,7 +27,7 @@ import aiohttp
 from fulcrum_cluster.assignment_write import update_assignment
 from fulcrum_cluster.client import open_store
 from fulcrum_cluster.clock import SystemClock
-from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec
+from fulcrum_core.api import PDAssignment, PDAssignmentSpec, PDPool, PDService
 from fulcrum_core.assignment import build_flip
 from fulcrum_core.ports import Store
 from fulcrum_core.router_state import RouterState
@@ -92,6 +92,8 @@ async def _measure_flip(
     store: Store, session: aiohttp.ClientSession, stack: RoutedService, router: RouterProcess, name: str
 ) -> FlipTiming:
     current = await store.get(PDAssignment, SERVICE, namespace=stack.namespace)
+    service = await store.get(PDService, SERVICE, namespace=stack.namespace)
+    pools = (await store.list(PDPool, namespace=stack.namespace)).items
     to = Role.DECODE if current.spec.roles[name].role is Role.PREFILL else Role.PREFILL
     query = {"min_generation": str(current.metadata.generation + 1), "timeout_s": str(POLL_TIMEOUT_S)}
     polling = asyncio.create_task(_poll(session, f"{router.state_url}/state", query))
@@ -108,6 +110,7 @@ async def _measure_flip(
         clock=SystemClock(),
         attempts_max=1,
         current=current,
+        configuration=(service, pools),
     )
     if not update.changed:
         raise RuntimeError(update.refusal)

@@ -30,14 +30,14 @@ def api(control_plane: Cluster, namespace: str, log: Path) -> NamespaceClient:
     return client
 
 
-def applied(log: Path, api: NamespaceClient) -> int:
-    """Number of times that a child was applied."""
-    return count_logged(log, api, "child applied")
+def applied(log: Path, api: NamespaceClient, kind: str, name: str) -> int:
+    """Number of times that this child was applied."""
+    return count_logged(log, api, "child applied", f'"kind": "{api.get(kind, name)["kind"]}"', f'"{name}"')
 
 
-def count_logged(log: Path, api: NamespaceClient, event: str) -> int:
+def count_logged(log: Path, api: NamespaceClient, *texts: str) -> int:
     lines = log.read_text().splitlines()
-    return sum(event in line and api.name in line for line in lines)
+    return sum(all(text in line for text in (api.name, *texts)) for line in lines)
 
 
 def spec(api: NamespaceClient, kind: str, name: str) -> Any:
@@ -67,26 +67,26 @@ def another_argument(found: Any) -> dict[str, Any]:
 def test_a_manual_edit_is_reverted_once(
     api: NamespaceClient, log: Path, kind: str, name: str, edit: Any
 ) -> None:
-    before, counted = spec(api, kind, name), applied(log, api)
+    before, counted = spec(api, kind, name), applied(log, api, kind, name)
     api.patch(kind, name, edit(before) if callable(edit) else edit)
     wait_until(lambda: spec(api, kind, name) == before, "the edit to be reverted")
-    wait_until(lambda: applied(log, api) > counted, "the operator to log it")
-    assert applied(log, api) - counted == 1
+    wait_until(lambda: applied(log, api, kind, name) > counted, "the operator to log it")
+    assert applied(log, api, kind, name) - counted == 1
 
 
 def test_fields_added_by_others_stay_and_cause_no_write(api: NamespaceClient, log: Path) -> None:
     """A label of an inventory and a requested restart remain when an edit is reverted."""
-    counted = applied(log, api)
+    counted = applied(log, api, DEPLOYMENTS, "chat-router")
     label = {"metadata": {"labels": {"example.com/owner": "me"}}}
     restart = {"metadata": {"annotations": {"kubectl.kubernetes.io/restartedAt": "now"}}}
     api.patch(DEPLOYMENTS, "chat-router", {**label, "spec": {"template": restart}})
     api.patch(DEPLOYMENTS, "chat-router", {"spec": {"replicas": 7}})
-    wait_until(lambda: applied(log, api) > counted, "the edit to be reverted")
+    wait_until(lambda: applied(log, api, DEPLOYMENTS, "chat-router") > counted, "the edit to be reverted")
     kept = api.get(DEPLOYMENTS, "chat-router")
     assert kept["spec"]["replicas"] == 2
     assert kept["metadata"]["labels"]["example.com/owner"] == "me"
     assert kept["spec"]["template"]["metadata"]["annotations"]["kubectl.kubernetes.io/restartedAt"] == "now"
-    assert applied(log, api) - counted == 1
+    assert applied(log, api, DEPLOYMENTS, "chat-router") - counted == 1
 
 
 @pytest.mark.parametrize(
