@@ -159,8 +159,9 @@ class KvTransferSpec(ApiModel):
 
     connector: Connector = Field(
         default=Connector.NIXL,
-        description="NIXL: decode reads KV from prefill's memory; NIXLWithLMCache: also, KV is kept in "
-        "kvCache's tiers; LMCache: prefill pushes KV, and roles are fixed at start (default NIXL).",
+        description="NIXL: the decode instance reads KV from the prefill instance's memory. NIXLWithLMCache: "
+        "the same, and KV is also kept in the tiers of kvCache. LMCache: the prefill instance sends KV, and "
+        "roles are fixed at start (default NIXL).",
     )
     buffer_size: ByteQuantity | None = Field(
         default=None,
@@ -194,7 +195,8 @@ class KvCacheSpec(ApiModel):
         default=None,
         max_length=512,
         pattern=r"^(redis|valkey)://[A-Za-z0-9.-]+:[0-9]+$",
-        description="Store that all instances share, such as redis://kv.default.svc:6379 (default: none).",
+        description="Address of a store for KV that all instances share, such as redis://kv.default.svc:6379 "
+        "(default: none).",
     )
 
     @property

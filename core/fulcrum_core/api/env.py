@@ -125,7 +125,7 @@ class EnvVar(ApiModel):
         description="Name of the variable.",
     )
     value: str = Field(
-        default="", max_length=4096, description="Its value (default empty); never a token: see valueFrom."
+        default="", max_length=4096, description="Value (default: empty). For secrets use valueFrom."
     )
     value_from: EnvVarSource | None = Field(
         default=None, description="Secret, ConfigMap or field of the pod with the value."

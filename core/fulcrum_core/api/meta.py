@@ -300,7 +300,9 @@ class Condition(ApiModel):
     type: str = Field(description="Name of the condition.")
     status: ConditionStatus = Field(description="True, False or Unknown.")
     reason: str = Field(description="One-word reason, for programs.")
-    message: str = Field(default="", description="Object, numbers, what happens next.")
+    message: str = Field(
+        default="", description="For people: the object, the numbers, and what happens next."
+    )
     observed_generation: int = Field(
         default=0, description="Generation of the spec that the condition was computed from."
     )

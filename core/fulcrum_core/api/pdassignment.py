@@ -93,7 +93,7 @@ class PDAssignmentSpec(ApiModel):
         default=None,
         description="When an instance was last flipped from Prefill to Decode; the cooldown counts from it.",
     )
-    flips: StrictInt = Field(default=0, ge=0, le=2**53, description="Flips so far.")
+    flips: StrictInt = Field(default=0, ge=0, le=2**53, description="Number of flips so far.")
 
 
 class PDAssignment(Resource):

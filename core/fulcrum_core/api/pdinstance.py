@@ -117,8 +117,10 @@ class PDInstance(Resource):
     )
 
     kind: Literal["PDInstance"] = "PDInstance"
-    spec: PDInstanceSpec = Field(description="What it runs.")
-    status: PDInstanceStatus = Field(default_factory=PDInstanceStatus, description="What is seen of it.")
+    spec: PDInstanceSpec = Field(description="Engine that the instance runs, and its settings.")
+    status: PDInstanceStatus = Field(
+        default_factory=PDInstanceStatus, description="Observed state of the instance."
+    )
 
     @property
     def is_serving(self) -> bool:

@@ -132,14 +132,14 @@ class HardwareSpec(ApiModel):
     type: str = Field(
         default="",
         max_length=63,
-        description="Type of the device, such as H100-SXM, or as nodes are labelled (default: unknown).",
+        description="Type of the device, such as H100-SXM, or its name in node labels (default: unknown).",
     )
     memory: ByteQuantity | None = Field(
         default=None, description="Memory of one device (default: that of the type, if known)."
     )
     fabric: Fabric | None = Field(
         default=None,
-        description="Network between instances (default: whatever the engine's transport finds).",
+        description="Network between instances (default: chosen by the engine's transport).",
     )
 
 
@@ -216,7 +216,7 @@ class PDPoolSpec(LaunchSpec):
     replicas: StrictInt = Field(
         ge=0, le=1024, description="Desired instances, limited to the bounds in `instances`."
     )
-    instances: Bounds = Field(description="Bounds of `replicas`, whoever writes it.")
+    instances: Bounds = Field(description="Bounds of `replicas`. They apply to every writer.")
 
 
 class RefusedRevision(ApiModel):

@@ -145,8 +145,8 @@ class FlipSpec(ApiModel):
 
     strategy: Literal["Auto", "Relabel", "Restart"] = Field(
         default="Auto",
-        description="Relabel: the engine takes its role per request; Restart: only at its start; "
-        "Auto: Relabel if the engine supports it (default Auto).",
+        description="Relabel: the engine takes its role from each request. Restart: it takes its role at its "
+        "start, so a flip restarts it. Auto: Relabel if the engine supports it (default Auto).",
     )
     prefill_to_decode_cooldown: Duration = Field(
         default=10.0,
@@ -163,8 +163,8 @@ class ScaleSpec(ApiModel):
 
     owner: Literal["Fulcrum", "External"] = Field(
         default="Fulcrum",
-        description="External: only you and your autoscaler write PDPool replicas; "
-        "Fulcrum: replicas also follow changed bounds (default Fulcrum).",
+        description="External: only you, or an autoscaler of yours, write the replicas of PDPools. "
+        "Fulcrum: the operator also writes them when the bounds change (default Fulcrum).",
     )
 
 
@@ -206,7 +206,7 @@ class PDServiceSpec(ApiModel):
         default=None,
         ge=1,
         le=1024,
-        description="Short form: one Flexible pool of this size; excludes pools (neither: 2 instances).",
+        description="Short form for one Flexible pool of this size; not together with pools (default: 2).",
     )
     engine: EngineSpec = Field(
         default_factory=EngineSpec,
@@ -317,14 +317,14 @@ class LastDecision(ApiModel):
     """Last flip or refusal, for people."""
 
     at: Time = Field(description="When it was decided.")
-    action: str = Field(description="What was done.")
+    action: str = Field(description="Instance and new role, and whether the change was refused.")
     reason: str = Field(description="Why, with numbers.")
 
 
 class ModelStatus(ApiModel):
     """Result of reading the model that new instances serve."""
 
-    key: str = Field(description="Hash of the model and its source; another hash is read again.")
+    key: str = Field(description="Hash of the model and its source; if it changes, the model is read again.")
     config_excerpt: ConfigExcerpt | None = None
     error: str | None = Field(default=None, max_length=1024, description="Why the model could not be read.")
     attempts: int = Field(description="Attempts to read the model.")
@@ -365,13 +365,17 @@ class PDServiceStatus(ApiModel):
         description="Attainment of each tier.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
-    flips: int = Field(default=0, description="Flips so far.")
-    last_decision: LastDecision | None = Field(default=None, description="Last flip, for people.")
+    flips: int = Field(default=0, description="Number of flips so far.")
+    last_decision: LastDecision | None = Field(
+        default=None, description="Last flip or refused change, for people."
+    )
     endpoint: str | None = Field(default=None, description="Where clients send requests.")
     model: ModelStatus | None = Field(
         default=None, description="Result of reading the model; only for real engines in a cluster."
     )
-    observed_generation: int = Field(default=0, description="Generation of the spec this status speaks of.")
+    observed_generation: int = Field(
+        default=0, description="Generation of the spec that this status describes."
+    )
 
 
 class PDService(Resource):

@@ -17,8 +17,8 @@ class TimeoutsSpec(ApiModel):
     first_byte: Duration = Field(
         default=60.0,
         gt=0,
-        description="Longest wait for the first byte of a stream; a whole response may take 0.5 s more for "
-        "each output token, as long as its engine computes (default 60s).",
+        description="Longest wait for the first byte of a stream. A response that is not streamed may take "
+        "0.5 s more for each output token, while its engine computes (default 60s).",
     )
     idle: Duration = Field(
         default=60.0,
@@ -42,8 +42,8 @@ class DispatchSpec(ApiModel):
     prefill_ahead: Duration = Field(
         default=0.5,
         gt=0,
-        description="With Queue: prefill work from which an instance gets no more. It covers the way of the "
-        "next prompt to the engine and the error of predictions (default 500ms).",
+        description="With Queue: an instance that has prefill work for this long gets no more. The time must "
+        "cover sending the next prompt, and the error of predictions (default 500ms).",
     )
 
 

@@ -89,8 +89,8 @@ def _decisions(name: str, entry: RoleAssignment, refused_for_s: float) -> Iterab
         )
     if entry.refused:
         at_s = entry.refused.until - refused_for_s
-        request = f"to {entry.refused.role}" if entry.refused.role else "changed"
-        action = f"{name} {request} refused"
+        change = f"{name} to {entry.refused.role}" if entry.refused.role else f"change of {name}"
+        action = f"{change} refused"
         yield LastDecision.model_validate({"at": at_s, "action": action, "reason": entry.refused.reason})
 
 
