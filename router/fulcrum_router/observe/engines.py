@@ -87,7 +87,11 @@ class EngineProber:
 
     def _sync_tasks(self) -> None:
         for instance in self._fleet.instances:
-            if instance.name not in self._tasks:
+            task = self._tasks.get(instance.name)
+            if task is not None and task.done():
+                error = None if task.cancelled() else task.exception()
+                log.error("probes ended; started again", instance=instance.name, exc_info=error)
+            if task is None or task.done():
                 self._tasks[instance.name] = asyncio.create_task(self._probe_until_cancelled(instance))
         for name in [name for name in self._tasks if self._fleet.get(name) is None]:
             self._tasks.pop(name).cancel()

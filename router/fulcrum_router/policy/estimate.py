@@ -133,6 +133,10 @@ _PRIOR_WEIGHT = 0.05
 """Constant weight of a prior's sample; a measured sample starts with weight 1 and decays."""
 
 
+_SHORTEST_S, _LONGEST_S = 1e-9, 1e9
+"""Bounds of a duration that can be true; beyond them the squares of `solve` could be 0 or infinite."""
+
+
 class NonNegativeLeastSquares:
     """Coefficients θ ≥ 0 of y = Σ θ_k·x_k that minimise Σ w·((y − θ·x)/y)²; w decays with a sample's age.
 
@@ -170,7 +174,7 @@ class NonNegativeLeastSquares:
 
         Returns False, and changes nothing, if the sample is unusable.
         """
-        if not 0 < value < math.inf or not all(0 <= x < math.inf for x in features):
+        if not _SHORTEST_S <= value <= _LONGEST_S or not all(0 <= x <= _LONGEST_S for x in features):
             return False
         self._log_scale = self._decay * self._log_scale + math.log(value / max(prior_value, 1e-6))
         self._log_weight = self._decay * self._log_weight + 1.0

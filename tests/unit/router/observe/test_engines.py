@@ -1,8 +1,11 @@
 """Latency of an engine between two probes."""
 
+import asyncio
+
 import pytest
 
-from fulcrum_router.observe.engines import LatencySums
+from fulcrum_router.fleet.instances import Fleet, Instance
+from fulcrum_router.observe.engines import EngineProber, LatencySums
 
 
 @pytest.mark.parametrize(
@@ -18,3 +21,17 @@ def test_mean_itl_covers_only_the_tokens_since_the_last_read(
     before: LatencySums | None, now: LatencySums, mean: float | None
 ) -> None:
     assert now.mean_since(before) == (None if mean is None else pytest.approx(mean))
+
+
+async def test_a_probe_task_that_has_ended_is_started_again() -> None:
+    fleet = Fleet()
+    fleet.add(Instance("d-0"))
+    prober = EngineProber(fleet, on_ejection=lambda *_: None)
+    prober._sync_tasks()
+    ended = prober._tasks["d-0"]
+    ended.cancel()
+    await asyncio.wait([ended])
+    prober._sync_tasks()
+    started = prober._tasks["d-0"]
+    started.cancel()
+    assert started is not ended

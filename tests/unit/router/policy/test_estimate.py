@@ -155,3 +155,12 @@ def test_the_prediction_error_is_relative_and_signed() -> None:
     error.learn(predicted_s=math.nan, measured_s=1.0)
     error.learn(predicted_s=1.0, measured_s=0.0)
     assert error.value == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("itl_s", [5e-324, 1e-200, 1e-12, 1e200])
+def test_a_duration_that_cannot_be_true_is_ignored(itl_s: float) -> None:
+    predictor = DecodePredictor()
+    before = predictor.model
+    for _ in range(40):
+        predictor.learn(tokens=1_000, itl_s=itl_s)
+    assert (predictor.model, predictor.samples) == (before, 0)
