@@ -26,9 +26,6 @@ COPY cli/ cli/
 COPY examples/ examples/
 RUN python3 -m pip --python /opt/build/bin/python wheel --no-build-isolation --no-deps --wheel-dir /wheel . && \
     python3 -m pip --python /opt/fulcrum/bin/python install --no-index --no-deps /wheel/*.whl
-# A client for every kind, twice, of which we use the configuration: 90 MB. tools/image/build.py leaves out the same.
-RUN rm -rf /opt/fulcrum/lib/python3*/site-packages/kubernetes/aio \
-           /opt/fulcrum/lib/python3*/site-packages/kubernetes/client/api
 
 FROM ${BASE}
 ARG VERSION=0.1.0

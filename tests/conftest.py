@@ -42,6 +42,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="interleavings of concurrent writers on a real API server (default: %(default)s)",
     )
     parser.addoption(
+        "--specs",
+        type=int,
+        default=20,
+        help="random services that the operator gets in tests/kubernetes (default: %(default)s)",
+    )
+    parser.addoption(
         "--rewrite-golden",
         action="store_true",
         help="write tests/golden/ from the code's current output; git diff then shows what changed",

@@ -43,10 +43,13 @@ def start_test_cluster(
     *,
     archives: tuple[Path, ...] = (),
     api_server: Mapping[str, str] | None = None,
+    controller_manager: Mapping[str, str] | None = None,
     crds: bool = True,
 ) -> Cluster:
     """Start a cluster with `nodes` nodes, the images in `archives` and, by default, the CRDs."""
-    cluster = Cluster(folder, api_server=api_server, audit=AUDIT_POLICY)
+    cluster = Cluster(
+        folder, api_server=api_server, controller_manager=controller_manager, audit=AUDIT_POLICY
+    )
     try:
         begin = time.monotonic()
         cluster.start(nodes, manifests=CRDS if crds else None)

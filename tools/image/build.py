@@ -42,9 +42,7 @@ EXCLUDED_FOLDERS = {
 }
 """Parts of the standard library that no program here loads: two thirds of its size."""
 EXCLUDED_SUFFIXES = {".a", ".c", ".h", ".pxd", ".pyc", ".pyi", ".pyx"}
-EXCLUDED_PATHS = ("kubernetes/aio/", "kubernetes/client/api/")
-"""Generated API clients; only the library's configuration is used. The Dockerfile leaves out the same."""
-SELDOM_USED = ("kubernetes/client/models/", "pygments/")
+SELDOM_USED = ("kubernetes/", "pygments/")
 """Packages of which only a few files are loaded: not compiled."""
 STRIP_ABOVE_BYTES = 1_000_000
 EXTRA_FILES = {
@@ -140,7 +138,7 @@ def _build_packages_layer(scratch: Path) -> bytes:
             (f"{SITE_PACKAGES_PATH}/{file}", Path(str(file.locate())))
             for file in found.files or ()
             if ".." not in file.parts and EXCLUDED_FOLDERS.isdisjoint(file.parts)
-            if file.suffix not in EXCLUDED_SUFFIXES and not file.as_posix().startswith(EXCLUDED_PATHS)
+            if file.suffix not in EXCLUDED_SUFFIXES
         ]
     return build_layer(
         [

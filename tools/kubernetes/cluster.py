@@ -40,11 +40,19 @@ API_SERVER: Final = "kube-apiserver"
 class Cluster:
     """A cluster with its state in a folder, so that another process can attach.
 
-    `api_server` are additional flags of kube-apiserver, such as `etcd-compaction-interval`; `audit` is an
-    audit policy (YAML), whose log is `audit_log`.
+    `api_server` are additional flags of kube-apiserver, such as `etcd-compaction-interval`, and
+    `controller_manager` those of kube-controller-manager; `audit` is an audit policy (YAML), whose log is
+    `audit_log`.
     """
 
-    def __init__(self, folder: Path, *, api_server: Mapping[str, str] | None = None, audit: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        api_server: Mapping[str, str] | None = None,
+        controller_manager: Mapping[str, str] | None = None,
+        audit: str = "",
+    ) -> None:
         folder = folder.resolve()  # programs in the cluster start in another working folder
         if any(folder.is_relative_to(hidden) for hidden in ("/run", "/var/lib", "/var/log")):
             raise ValueError(f"{folder} is not visible inside a cluster; choose another folder")
@@ -54,6 +62,7 @@ class Cluster:
         self.nodes: dict[str, Machine] = {}
         self._hub: Machine | None = None
         self._flags, self._audit = dict(api_server or {}), audit
+        self._controller_flags = dict(controller_manager or {})
         self._components: dict[str, int] = {}
         self._lock = threading.Lock()
         self._api = AdminApi(folder)
@@ -284,7 +293,7 @@ class Cluster:
             case "kube-scheduler":
                 return control_plane.build_scheduler_flags(self.folder)
             case "kube-controller-manager":
-                return control_plane.build_controller_manager_flags(self.folder)
+                return control_plane.build_controller_manager_flags(self.folder) | self._controller_flags
         raise LookupError(f"the control plane has no component {name}")
 
     def _build_audit_flags(self) -> dict[str, str]:

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.paths import ROOT
-from tools.image.build import EXCLUDED_PATHS, EXTRA_FILES, USER, parse_image_name
+from tools.image.build import EXTRA_FILES, USER, parse_image_name
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
@@ -47,17 +47,8 @@ def test_every_package_is_installed_by_hash() -> None:
     )
 
 
-def test_dockerfile_and_builder_remove_the_same_files() -> None:
-    removed = re.findall(r"site-packages/(kubernetes\S*)", DOCKERFILE)
-    assert sorted(removed) == sorted(name.rstrip("/") for name in EXCLUDED_PATHS)
-
-
-def test_no_module_imports_a_removed_kubernetes_api() -> None:
-    """`kubernetes.client` imports an API on first use, so a removed one would fail only in a container."""
-    rooms = ("core", "cluster", "router", "autoscaler", "operator", "simulator", "cli")
-    uses = re.compile(r"kubernetes\.aio|(?<!_)client\.\w+V\d\w*Api\b|client\.api\b|import \w+V\d\w*Api\b")
-    files = [file for room in rooms for file in (ROOT / room).rglob("*.py")]
-    assert [str(file) for file in files if uses.search(file.read_text(encoding="utf-8"))] == []
+def test_no_part_of_an_installed_package_is_removed() -> None:
+    assert "site-packages" not in DOCKERFILE
 
 
 @pytest.mark.parametrize(
