@@ -16,7 +16,7 @@ from fulcrum_core.errors import FulcrumError, InvalidInput
 
 app = typer.Typer(
     name="fulcrum",
-    help="Keep the split between prefill and decode instances right while requests run.",
+    help="Fit the split between prefill and decode instances to the load while requests run.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -39,7 +39,7 @@ def global_options(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
-    """Keep the split between prefill and decode instances right while requests run."""
+    """Fit the split between prefill and decode instances to the load while requests run."""
 
 
 ServiceArgument = Annotated[
@@ -50,7 +50,7 @@ OutputOption = Annotated[str | None, typer.Option("-o", "--output", help="Output
 KubeconfigOption = Annotated[Path | None, typer.Option(help="Use the cluster of this kubeconfig.")]
 ContextOption = Annotated[str | None, typer.Option(help="Use the cluster of this kubeconfig context.")]
 NamespaceOption = Annotated[
-    str | None, typer.Option("-n", "--namespace", help="Use a cluster, and this namespace.")
+    str | None, typer.Option("-n", "--namespace", help="Use this namespace of a cluster, not a local run.")
 ]
 
 
@@ -142,7 +142,7 @@ def plan(
 
 @app.command()
 def bounds(
-    trace: Annotated[Path, typer.Option(help="Recorded workload: the same files as of `fulcrum play`.")],
+    trace: Annotated[Path, typer.Option(help="Recorded workload, in a format that `fulcrum play` reads.")],
     instances: Annotated[int, typer.Option(help="Number of instances.")],
     profile: Annotated[str, typer.Option(help="Engine profile: the name of a shipped one or a .yaml file.")],
     slo_ttft: Annotated[str, typer.Option(help="TTFT objective, e.g. 3s.")],
@@ -150,10 +150,15 @@ def bounds(
     attainment: Annotated[float, typer.Option(help="Percentage of requests that must meet both.")] = 90.0,
     resplit: Annotated[
         str | None,
-        typer.Option(help="Add the best splits: fixed, and changed at this interval with arrivals known."),
+        typer.Option(
+            help="Also show the best fixed split, and the best one if it may change at this interval."
+        ),
     ] = None,
     prefix_cache: Annotated[
-        bool, typer.Option("--prefix-cache", help="Leave out what an endless prefix cache would serve.")
+        bool,
+        typer.Option(
+            "--prefix-cache", help="Leave out prompt tokens that an unlimited prefix cache would serve."
+        ),
     ] = False,
     output: OutputOption = None,
 ) -> None:
@@ -173,7 +178,7 @@ def simulate(
         typer.Option(help="Recorded workload: a file of ours, Azure, BurstGPT, Mooncake or ServeGen."),
     ] = None,
     load: Annotated[
-        str | None, typer.Option(help="Composed workload in place of a recorded one, e.g. phases-200s.")
+        str | None, typer.Option(help="Generated workload instead of a recorded one, e.g. phases-200s.")
     ] = None,
     instances: Annotated[int, typer.Option(help="Number of instances.")] = 8,
     profile: Annotated[str, typer.Option(help="Engine profile: a name or a YAML file.")] = "l70-h100-tp4",
@@ -201,7 +206,9 @@ def simulate(
     state_age: Annotated[
         str, typer.Option(help="Age of the state that the autoscaler decides on.")
     ] = "100ms",
-    flip_latency: Annotated[str, typer.Option(help="Time from a flip's write to its use.")] = "50ms",
+    flip_latency: Annotated[
+        str, typer.Option(help="Time from the write of a flip until the router applies it.")
+    ] = "50ms",
     model_error: Annotated[
         float, typer.Option(help="Largest relative error of the router's first latency models.")
     ] = 0.2,
@@ -232,7 +239,7 @@ def simulate(
 def profile(
     urls: Annotated[
         list[str],
-        typer.Argument(help="Address of an idle engine; of a second one to measure KV transfers, too."),
+        typer.Argument(help="Address of an idle engine, and of a second one to measure KV transfers."),
     ],
     model_config: Annotated[Path, typer.Option(help="The model's config.json, or its folder.")],
     out: Annotated[Path, typer.Option(help="Profile file to write, ending in .yaml.")],
@@ -299,7 +306,7 @@ def drain(
     wait: Annotated[
         bool,
         typer.Option(
-            "--wait", help="Wait until no request is left on the instance; exit code 1 if some are."
+            "--wait", help="Wait until no request is left on the instance; exit code 1 if the wait times out."
         ),
     ] = False,
     undo: Annotated[bool, typer.Option("--undo", help="Send new requests to the instance again.")] = False,

@@ -1,4 +1,4 @@
-"""Waits between the autoscaler's decisions. The simulator uses the same."""
+"""Pauses of the autoscaler between its decisions, as constants that the simulator uses, too."""
 
 ACKNOWLEDGEMENT_TIMEOUT_S = 0.25
 """Longest wait for the router to apply the generation on which a decision is based."""

@@ -1,4 +1,4 @@
-"""Checks of the way of a request: Service, router, serving instances; in a local run also the autoscaler."""
+"""Checks of what a request passes: Service, router, serving instances; in a local run also the autoscaler."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
 """`python -m fulcrum_cli.local.die_with_parent PROGRAM …`: exec a program that ends with its parent process.
 
-For programs of others, such as vLLM, which would go on after a killed `fulcrum up`. Fulcrum's own programs
-call `fulcrum_cluster.process.die_with_parent` themselves.
+For programs that are not ours, such as vLLM: they would go on running if `fulcrum up` is killed. Fulcrum's
+own programs call `fulcrum_cluster.process.die_with_parent` themselves.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The real engines and the models of this machine: the environment of `make engine`, and config.json files.
+"""Finds the environment with vLLM that `make engine` installs, and reads the config.json files of models.
 
 Used by `engines` to start vLLM and by `fulcrum plan` to read a model without a cluster.
 """

@@ -53,7 +53,7 @@ def _shared_arguments(options: SharedOptions) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramCommands:
-    """What starts each program of a run; a test passes its own."""
+    """The functions that make each program's command line; tests pass their own."""
 
     engine: Callable[[PDInstance, EngineContext], ProcessSpec] = build_process_spec
     router: Callable[[SharedOptions, Mapping[str, int]], tuple[str, ...]] = router_command

@@ -2,8 +2,8 @@
 
     TTFT = time since arrival + prefill queue + prefill + KV transfer + queue and first step of decode
 
-The router measures the middle parts in pairs: an engine tells neither when it starts a prompt nor when it has
-fetched the KV.
+The router measures the middle parts in pairs: an engine reports neither when it starts a prompt nor when it
+has fetched the KV.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """Retry budget of one router: retries are at most a share of its requests, whatever fails.
 
-Without it a service whose engines fail gets several times its load just when it can bear the least of it.
+Without it, retries would multiply the load of a service just when its engines fail.
 """
 
 SHARE = 0.2

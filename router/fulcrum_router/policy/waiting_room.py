@@ -1,9 +1,9 @@
 """The waiting room: requests that wait in the router until a prefill instance is about to run out of work.
 
 An engine computes prompts in the order of arrival and gives none of them back. What waits in the router
-instead can still be placed anywhere, in any order, when the world has changed. So an instance gets no more
-prefill work than keeps it busy: `prefill_ahead_s` seconds. By default that is infinite (mode Direct):
-nothing waits.
+instead can still go to any instance, in any order, after loads or instances have changed. So an instance
+gets no more prefill work than keeps it busy: `prefill_ahead_s` seconds. By default that is infinite (mode
+Direct): nothing waits.
 
 The room keeps an order and its limits. Which requests join, and which may leave, is decided by their journeys
 (`Waiter.reconsider`).
@@ -107,8 +107,8 @@ class WaitingRoom:
     def reconsider(self, now_s: float) -> None:
         """Let requests leave, in order, as long as instances can take them.
 
-        Called when the world has changed: prefill work ended, an instance came, changed its role or is ready
-        again, or time has passed. A call within a call is carried out after it.
+        Called after every change that can let a request leave: prefill work ended, an instance came, changed
+        its role or is ready again, or time has passed. A call within a call is carried out after it.
         """
         if self._is_busy:
             self._again = True

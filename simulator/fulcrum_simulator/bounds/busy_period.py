@@ -1,6 +1,7 @@
-"""The jobs of one busy period of a machine, and the removal that lets the last of them end first.
+"""The jobs of one busy period of a machine; finds the job without which the period ends earliest.
 
-Kept in blocks, each with its longest work and its shortest wait, so that a search looks into few of the jobs.
+The jobs are kept in blocks. Each block knows its longest work and its shortest wait, so that a search reads
+few jobs.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The HTTP routes: those of vLLM, and the simulator's own `/simulator/stats` and `/simulator/fault`."""
+"""HTTP routes of a simulated engine: those of vLLM, `/simulator/stats` and `/simulator/fault`."""
 
 import time
 import uuid

@@ -66,7 +66,7 @@ def test_every_permission_examined_is_granted_by_the_chart(
 
 VERBS_NOT_EXAMINED = {"get"}
 """Needed after a conflict only, and always granted together with the other verbs."""
-OPTIONAL = {("", "nodes", "list")}
+OPTIONAL = {("", "nodes", "list"), ("", "nodes", "watch")}
 """An operator of one namespace works without: it then notices a drain by the eviction alone."""
 
 
