@@ -8,6 +8,7 @@ are removed there, too. A body that names either is serialised anew, so that an 
 repeated name what the router did not see.
 """
 
+import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -55,6 +56,8 @@ _REQUIRED_KV_TRANSFER_PARAMS: dict[str, type] = {
     "remote_host": str,
     "remote_port": int,
 }
+_BLOCK_IDS = re.compile(rb"\[(?:\[[\d,]*\](?:,\[[\d,]*\])*|[\d,]*)\]")
+"""Ids of one KV cache group, or a list of them for each group, as compact JSON."""
 MAX_PROMPT_TOKENS = 16_777_216
 """A larger count in an engine's usage is not believed."""
 
@@ -257,8 +260,12 @@ def _dump_params(params: dict[str, Any]) -> bytes | None:
         return None
     if any(type(params.get(name)) is not kind for name, kind in _REQUIRED_KV_TRANSFER_PARAMS.items()):
         return None
+    if not 0 < params["remote_port"] < 65_536:
+        return None
     params.pop("remote_prefill_cached_tokens", None)
     try:
+        if _BLOCK_IDS.fullmatch(orjson.dumps(params["remote_block_ids"])) is None:
+            return None
         return orjson.dumps(params)
     except TypeError:  # nested too deep
         return None

@@ -149,7 +149,10 @@ async def test_bytes_after_a_response_never_reach_another_client(client: aiohttp
 
 BAD_PARAMS: dict[str, object] = {
     "blocks as text": {"remote_block_ids": "x"},
+    "blocks that are no ids": {"remote_block_ids": [[1, -2], [None]]},
+    "blocks that are nested too deep": {"remote_block_ids": [[[1]]]},
     "a port as text": {"remote_port": "1234"},
+    "a port that is none": {"remote_port": 70_000},
     "an engine id as a number": {"remote_engine_id": 5},
     "no request id": {"remote_request_id": None},
     "not for decode": {"do_remote_prefill": "yes"},
