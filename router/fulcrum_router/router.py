@@ -160,6 +160,20 @@ class Router:
             health.record_error()
         instance.update_error_share()
 
+    def record_unexplained_failure(self, instance: Instance, phase: str, failed: LegFailed) -> None:
+        """Count a failed leg of which engine or request may be the cause: dispatch prefers others for now."""
+        self.counters.legs[phase, failed.failure] += 1
+        if phase == PREFILL:
+            instance.discard_prefill_samples()
+        instance.health.record_error()
+        instance.update_error_share()
+
+    def blame_engine(self, instance: Instance, phase: str, failed: LegFailed) -> None:
+        """Count a failure as the engine's: another engine has answered the same request."""
+        self.counters.leg_failures[phase, Blame.ENGINE] += 1
+        self._record_sickness(instance, failed.failure)
+        instance.update_error_share()
+
     def _record_sickness(self, instance: Instance, failure: Failure) -> None:
         health, now_s, unresponsive = instance.health, time.monotonic(), failure is Failure.UNREACHABLE
         closed = failure is Failure.CLOSED

@@ -26,6 +26,7 @@ from fulcrum_router.policy.journey import (
     StopReason,
     TransferProtocol,
 )
+from fulcrum_router.policy.journey.machine import MAX_SUSPICIONS
 from fulcrum_router.policy.retry_budget import SHARE, WINDOW_S, RetryBudget
 from fulcrum_router.policy.waiting_room import WaitingRoom
 from tests.unit.router.builders import IDENTITY, OTHER_MODEL, SLO, FakeFleet, FakeInstance, instance, work
@@ -42,6 +43,8 @@ IDENTITIES = {
 }
 ROLES = [Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE, Role.BOTH]
 FAILURES = [*Failure, *[Failure.CLOSED] * 8, *[Failure.STATUS] * 4]
+DEATHS = frozenset({Failure.CLOSED, Failure.EJECTED, Failure.REFUSED, Failure.UNREACHABLE})
+STATUSES = [0, 500, 503]
 """Causes of failures, those that end in a query of death or in retries more often."""
 RETRY_FLOOR = 1
 ANSWERS = frozenset({Action.FAIL, Action.BREAK, Action.END})
@@ -61,6 +64,8 @@ class Client:
     answers: int = 0
     left: bool = False
     first_byte: bool = False
+    has_part: bool = False
+    """The client has a part of the response; `first_byte`: of what its last decode leg sent."""
     failed_prefill: set[str] = field(default_factory=set)
     failed_decode: set[str] = field(default_factory=set)
     prefill_legs: int = 0
@@ -130,12 +135,12 @@ class Journeys(RuleBasedStateMachine):
                 action = journey.proceed(self.now_s)
                 continue
             if action is Action.ASK_FOR_FLIP and journey.wait_until_s <= self.now_s:
-                action = journey.tick(self.now_s)
+                action = journey.flip_wait_ended(self.now_s)
                 continue
             if action in ANSWERS and not client.left:
                 client.answers += 1
-                assert (action is Action.BREAK) <= client.first_byte
-                assert (action is Action.FAIL) <= (not client.first_byte)
+                assert (action is Action.BREAK) <= client.has_part
+                assert (action is Action.FAIL) <= (not client.has_part)
             return
 
     def send_prefill(self, client: Client) -> None:
@@ -189,22 +194,28 @@ class Journeys(RuleBasedStateMachine):
     def a_prefill_leg_is_answered(self, data: st.DataObject, old_s: float, *, has_params: bool) -> None:
         client = self.pick(data, self.prefilling)
         client.prefill_leg = None
-        action = client.journey.prefill_answered(
+        action = client.journey.prefill_responded(
             self.now_s, lease_from_s=self.now_s - old_s, has_params=has_params, tokens=7
         )
         self.act(client, action)
 
     @precondition(lambda self: self.prefilling)
-    @rule(data=st.data(), failure=st.sampled_from([f for f in FAILURES if f is not Failure.LEASE_EXPIRED]))
-    def a_prefill_leg_fails(self, data: st.DataObject, failure: Failure) -> None:
+    @rule(
+        data=st.data(),
+        failure=st.sampled_from([f for f in FAILURES if f is not Failure.LEASE_EXPIRED]),
+        status=st.sampled_from(STATUSES),
+    )
+    def a_prefill_leg_fails(self, data: st.DataObject, failure: Failure, status: int) -> None:
         client = self.pick(data, self.prefilling)
         assert client.prefill_leg is not None
         client.failed_prefill.add(client.prefill_leg.name)
-        client.deaths += failure is Failure.CLOSED
+        status = status if failure is Failure.STATUS else 0
+        both_legs = client.first_byte and client.decode_leg is not None
+        client.deaths += not both_legs and (failure in DEATHS or status == 500)
         client.prefill_leg = None
         before = client.prefill_legs
-        self.act(client, client.journey.prefill_failed(self.now_s, failure))
-        if failure in CHARGED and client.prefill_legs > before:
+        self.act(client, client.journey.prefill_failed(self.now_s, failure, status=status))
+        if failure in CHARGED and status != 500 and client.prefill_legs > before:
             self.count_retry()
 
     @precondition(lambda self: self.prefilling)
@@ -219,31 +230,49 @@ class Journeys(RuleBasedStateMachine):
     @rule(data=st.data())
     def the_first_byte_comes(self, data: st.DataObject) -> None:
         client = self.pick(data, self.decoding)
-        client.first_byte = True
+        client.first_byte = client.has_part = True
         client.journey.first_byte(self.now_s)
 
     @precondition(lambda self: self.decoding)
     @rule(data=st.data())
     def a_decode_leg_ends(self, data: st.DataObject) -> None:
         client = self.pick(data, self.decoding)
-        client.first_byte = True
+        client.first_byte = client.has_part = True
         client.journey.first_byte(self.now_s)
         client.decode_leg = None
         self.act(client, client.journey.decode_ended(self.now_s))
 
     @precondition(lambda self: self.decoding)
-    @rule(data=st.data(), failure=st.sampled_from(FAILURES), started=st.booleans())
-    def a_decode_leg_fails(self, data: st.DataObject, failure: Failure, *, started: bool) -> None:
+    @rule(
+        data=st.data(),
+        failure=st.sampled_from(FAILURES),
+        status=st.sampled_from(STATUSES),
+        started=st.booleans(),
+        delivered_tokens=st.sampled_from([None, 3]),
+    )
+    def a_decode_leg_fails(
+        self,
+        data: st.DataObject,
+        failure: Failure,
+        status: int,
+        delivered_tokens: int | None,
+        *,
+        started: bool,
+    ) -> None:
         client = self.pick(data, self.decoding)
+        status, started = status if failure is Failure.STATUS else 0, started or client.first_byte
         assert client.decode_leg is not None
         if failure is not Failure.LEASE_EXPIRED:
             client.failed_decode.add(client.decode_leg.name)
-        client.deaths += failure is Failure.CLOSED and started
-        client.decode_leg = None
+        client.deaths += started and (failure in DEATHS or status == 500)
+        client.decode_leg, client.first_byte = None, False
         before = client.decode_legs
-        self.act(client, client.journey.decode_failed(self.now_s, failure, started=started))
+        action = client.journey.decode_failed(
+            self.now_s, failure, status=status, started=started, delivered_tokens=delivered_tokens
+        )
+        self.act(client, action)
         assert client.decode_legs <= before + 1
-        if started and failure in CHARGED and client.live:
+        if started and failure in CHARGED and status != 500 and client.live:
             self.count_retry()
 
     @precondition(lambda self: any(c.live for c in self.clients))
@@ -270,7 +299,7 @@ class Journeys(RuleBasedStateMachine):
         self.now_s += passed_s
         for client in [c for c in self.clients if c.waits_for_flip and c.live]:
             if self.now_s >= client.journey.wait_until_s:
-                self.act(client, client.journey.tick(self.now_s))
+                self.act(client, client.journey.flip_wait_ended(self.now_s))
         self.context.waiting_room.reconsider(self.now_s)
 
     # --- what holds ----------------------------------------------------------------------------------
@@ -295,7 +324,9 @@ class Journeys(RuleBasedStateMachine):
             return
         assert len(self.context.waiting_room) == len(waiting)
         able = {i.name for i in self.fleet.candidates.prefill}
-        idle = {i.name for i in self.fleet.candidates.prefill if not i.ledger.prefill_queued_s}
+        sheds = {name for name, until_s in self.context.shed_until_s.items() if until_s > self.now_s}
+        idle = {i.name for i in self.fleet.candidates.prefill if not i.ledger.prefill_queued_s} - sheds
+        able |= {i.name for i in self.fleet.candidates.decode}  # they can compute prompts themselves
         for client in waiting:
             assert able - client.failed_prefill, "nothing to wait for"
             assert not idle - client.failed_prefill, "an idle instance could take the request"
@@ -303,12 +334,14 @@ class Journeys(RuleBasedStateMachine):
     @invariant()
     def attempts_and_retries_stay_within_their_limits(self) -> None:
         for client in self.clients:
-            assert client.deaths <= 2
-            assert client.decode_legs <= MAX_ATTEMPTS * MAX_ATTEMPTS
+            assert client.deaths <= MAX_SUSPICIONS
             assert len(client.failed_prefill) <= MAX_ATTEMPTS
-            assert len(client.failed_decode) <= MAX_ATTEMPTS
-            if client.deaths == 2 and not client.first_byte and not client.left:
-                assert client.journey.stop_reason is StopReason.QUERY_OF_DEATH
+            if not client.has_part:
+                assert client.decode_legs <= MAX_ATTEMPTS * MAX_ATTEMPTS
+                assert len(client.failed_decode) <= MAX_ATTEMPTS
+            if client.deaths == MAX_SUSPICIONS and not client.left:
+                assert client.journey.state is State.DONE
+                assert client.has_part or client.journey.stop_reason is StopReason.QUERY_OF_DEATH
 
     @invariant()
     def the_ledger_counts_the_legs_in_flight(self) -> None:

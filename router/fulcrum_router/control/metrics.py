@@ -385,7 +385,6 @@ def _build_router_gauges(router: Router) -> Iterator[Metric]:
     yield gauge(
         "waiting_prefill_seconds", "Predicted prefill time of the requests that wait.", room.prefill_s
     )
-    yield gauge("waiting_bytes", "Bytes of the bodies of the requests that wait.", room.bytes)
     memory = router.request_memory
     yield CounterMetricFamily(
         "fulcrum_router_memory_refusals",

@@ -10,20 +10,24 @@ MAX_BUFFERED_CHUNK_BYTES = 65_536
 class ChunkBuffer:
     """The received bytes of one stream that are not forwarded yet."""
 
-    __slots__ = ("held", "mid_chunk")
+    __slots__ = ("held", "mid_chunk", "starts_mid_chunk")
 
     def __init__(self) -> None:
         self.held = b""
         """Chunks before the first token, the beginning of a chunk."""
         self.mid_chunk = False
         """Whether part of a chunk was passed on: no event can be inserted, and no event is whole."""
+        self.starts_mid_chunk = False
+        """Whether the bytes that `take` returned last begin with the rest of such a chunk."""
 
     def take(self, data: bytes, boundary: int) -> bytes:
         """Add bytes whose last whole chunk ends at `boundary`; return those that can be forwarded."""
         if boundary == len(data):
-            if self.held or self.mid_chunk:
+            if self.held or self.mid_chunk or self.starts_mid_chunk:
+                self.starts_mid_chunk = self.mid_chunk
                 data, self.held, self.mid_chunk = self.held + data, b"", False
             return data
+        self.starts_mid_chunk = self.mid_chunk
         if boundary:
             ready, self.held, self.mid_chunk = self.held + data[:boundary], data[boundary:], False
             return ready

@@ -52,6 +52,7 @@ class DecodeLeg:
             source,
             self._instance,
             tokens=journey.work.prompt_tokens,
+            counted_tokens=request.counted_tokens,
             received_after_s=request.received_after_s,
             decode_was_idle=journey.decode_was_idle,
             expired_before=request.expired_before,
@@ -193,7 +194,7 @@ class DecodeLeg:
         assert response is not None
         head = response.head
         assert head is not None
-        router.record_leg_success(self._instance, DECODE)
+        request.legs.record_success(self._instance, DECODE)
         if transfer is not None and head.status == 200:
             transfer.usage = response.usage
             time_to_first_byte_s = response.first_byte_at_s - response.sent_s if response.streaming else None
@@ -202,12 +203,11 @@ class DecodeLeg:
             router.counters.local_prefills[journey.local_prefill_reason] += 1
         if head.length == UNTIL_CLOSE:
             request.keep_alive = False
-        request.outcome = _INVALID if head.status >= 400 else _OK
+        request.outcome = _INVALID if head.status >= 400 or response.error_status else _OK
         return journey.decode_ended(time.monotonic())
 
     def _fail(self, error: LegFailed) -> Action:
         request, router, response = self._request, self._request.router, self.response
-        router.record_leg_failure(self._instance, DECODE, error)
         is_late = False
         if error.failure is Failure.LEASE_EXPIRED:
             router.rotate_cache_salt(self._instance, self._cache_salt)
@@ -216,10 +216,12 @@ class DecodeLeg:
         is_broken = response is not None and response.state is ResponseState.SENDING
         if not is_broken and error.failure is not Failure.TOO_LONG:
             router.counters.retries[DECODE, error.failure] += 1
-        return request.journey.decode_failed(
+        action = request.journey.decode_failed(
             time.monotonic(),
             error.failure,
             status=error.status,
             started=error.may_have_started,
             kv_late=is_late,
         )
+        request.legs.record_failure(self._instance, DECODE, error)  # after the journey read the error share
+        return action

@@ -25,9 +25,12 @@ from fulcrum_router.http1.engine_events import (
     ABORT_PATTERN,
     DONE_EVENT,
     EMPTY_CHOICES,
+    ERROR_BODY,
+    ERROR_EVENT,
     Usage,
     has_no_token,
     parse_usage,
+    read_error_status,
     strip_usage_events,
 )
 from fulcrum_router.http1.failures import Failure, LegFailed
@@ -40,6 +43,11 @@ from fulcrum_router.policy.ledger import DecodeEntry
 
 MAX_BUFFERED_BODY_BYTES = 1024 * 1024
 """A JSON response up to this size is sent to the client only when it is complete."""
+
+_TAIL_BYTES = 4_096
+_CUT_SHORT = "the engine closed the connection during the response"
+_EVENT_AND_CHUNK_END = b"\n\n\r\n"
+"""End of a chunk that ends with an event. Text cannot match: line ends in it are escaped."""
 
 
 class ResponseState(Enum):
@@ -82,11 +90,13 @@ class DecodeResponse(Completion[None]):
         "_last_sent",
         "_observer",
         "_strips_usage",
+        "_tail",
         "_withheld",
         "cache_salt",
         "connection",
         "downstream",
         "entry",
+        "error_status",
         "events",
         "first_byte_at_s",
         "fulcrum_headers",
@@ -135,6 +145,8 @@ class DecodeResponse(Completion[None]):
         self.sent_s = time.monotonic()
         self.first_byte_at_s = 0.0
         """When the first byte was sent to the client."""
+        self.error_status = 0
+        """4xx of an error that the engine sent in a response with status 200; 0: none."""
         self.events = 0
         """Events of the stream that were sent to the client."""
         self._chunks = _NO_CHUNKS
@@ -145,6 +157,8 @@ class DecodeResponse(Completion[None]):
         self._body_parts: list[bytes] = []
         """Body of a JSON response until it is complete or too large."""
         self._body_bytes = 0
+        self._tail = b""
+        """Last bytes of a JSON response that was sent before its end: the usage is in them."""
 
     @property
     def retryable(self) -> bool:
@@ -175,6 +189,7 @@ class DecodeResponse(Completion[None]):
             if data:
                 self._forward(data)
         elif self.state is _SENDING:
+            self._tail = self._tail[-_TAIL_BYTES:] + data[-_TAIL_BYTES:]
             self.downstream.write(data)
         else:
             self._collect(data)
@@ -183,6 +198,8 @@ class DecodeResponse(Completion[None]):
         """Send chunks to the client, the first ones only when there is a token in them."""
         if ABORT in data and ABORT_PATTERN.search(data):
             self._abort(Failure.ABORTED, "the engine aborted the request")
+            return
+        if ERROR_EVENT in data and not self._take_error(data):
             return
         state, mid_chunk = self.state, self._chunks.mid_chunk
         if state is _CHECKING:
@@ -207,6 +224,23 @@ class DecodeResponse(Completion[None]):
         self._last_sent = data
         self.downstream.write(data)
 
+    def _take_error(self, data: bytes) -> bool:
+        """Read an error event; return whether it is the client's and goes there with the rest.
+
+        Another error fails the leg: what came before it is sent to a client that has a part already.
+        """
+        position = data.find(ERROR_EVENT)
+        status = read_error_status(data[position:])
+        if status < 500:
+            self.error_status = status
+            return True
+        if self.state is _SENDING:
+            start = data.rfind(_EVENT_AND_CHUNK_END, 0, position)
+            if start >= 0:
+                self._forward(data[: start + len(_EVENT_AND_CHUNK_END)])
+        self._abort(Failure.STATUS, f"the engine sent an error event with status {status}", status)
+        return False
+
     def _hold_back(self, data: bytes) -> None:
         if DONE_EVENT in data:
             self._abort(Failure.ABORTED, "the engine ended the stream before its first token")
@@ -215,12 +249,15 @@ class DecodeResponse(Completion[None]):
 
     def _take_usage(self, data: bytes) -> bytes:
         """Read the usage in whole events; return them, without the usage if only the router requested it."""
-        usage = parse_usage(data[data.rfind(EMPTY_CHOICES) :])
+        position = data.rfind(EMPTY_CHOICES)
+        usage = parse_usage(data[position:])
         if usage is None:
             return data
         self.usage = usage
-        chunked = self.head is not None and self.head.length == CHUNKED
-        return strip_usage_events(data) if self._strips_usage and chunked else data
+        if not self._strips_usage or self.head is None or self.head.length != CHUNKED:
+            return data
+        start = _find_chunk_start(data, position) if self._chunks.starts_mid_chunk else 0
+        return data[:start] + strip_usage_events(data[start:])
 
     @property
     def sent_last_event(self) -> bool:
@@ -244,7 +281,9 @@ class DecodeResponse(Completion[None]):
 
     def _send_collected(self) -> None:
         content, self._body_parts = b"".join(self._body_parts), []
-        self.usage = parse_usage(content)
+        self.usage, self._tail = parse_usage(content), content[-_TAIL_BYTES:]
+        if content.startswith(ERROR_BODY):
+            self.error_status = read_error_status(content)
         self.downstream.write(self._commit() + content)
 
     def _commit(self) -> bytes:
@@ -326,11 +365,31 @@ class DecodeResponse(Completion[None]):
                 self._start_lease_check()
                 return
             self._send_collected()
+        elif not self._is_complete():
+            self.set_exception(
+                LegFailed(Failure.CLOSED, "the engine closed the connection during the response")
+            )
+            return
+        elif not self.streaming:
+            self.usage = parse_usage(self._tail)
         self.set_result(None)
+
+    def _is_complete(self) -> bool:
+        """Whether a response without a length is whole: an engine that dies ends it as one that is done."""
+        head = self.head
+        if head is None or head.length != UNTIL_CLOSE:
+            return True
+        return self.sent_last_event if self.streaming else self._tail.rstrip().endswith(b"}")
 
     def on_complete_response(self, head: ResponseHead, content: bytes) -> None:
         self.head = head
-        if head.is_event_stream or head.status >= 500 or ABORT in content or self._needs_lease_check():
+        if (
+            head.is_event_stream
+            or head.status >= 500
+            or ABORT in content
+            or content.startswith(ERROR_BODY)
+            or self._needs_lease_check()
+        ):
             self.on_head(head)
             self.on_body(content, len(content))
             self.on_end()
@@ -347,13 +406,27 @@ class DecodeResponse(Completion[None]):
             return LegFailed(Failure.STATUS, f"the engine returned status {head.status}", status=head.status)
         if self.streaming:
             return LegFailed(Failure.CLOSED, "the engine ended the stream before its first token")
+        if head.status == 200 and (failed := self._find_hidden_failure()) is not None:
+            return failed
         for part in self._body_parts:
             if ABORT in part and ABORT_PATTERN.search(b"".join(self._body_parts)):
                 return LegFailed(Failure.ABORTED, "the engine aborted the request")
         return None
 
-    def on_failure(self, failure: Failure, detail: str) -> None:
-        status = self.head.status if self.head is not None and self.head.status >= 500 else 0
+    def _find_hidden_failure(self) -> LegFailed | None:
+        """The failure in a whole response with status 200; None: there is none."""
+        parts, head = self._body_parts, self.head
+        if parts and parts[0].startswith(ERROR_BODY):
+            status = read_error_status(b"".join(parts))
+            if status >= 500:
+                return LegFailed(Failure.STATUS, f"the engine returned an error {status}", status=status)
+        if head is not None and head.length == UNTIL_CLOSE and not _is_whole_json(parts):
+            return LegFailed(Failure.CLOSED, _CUT_SHORT)
+        return None
+
+    def on_failure(self, failure: Failure, detail: str, status: int = 0) -> None:
+        if self.head is not None and self.head.status >= 500:
+            status = self.head.status
         self.set_exception(LegFailed(failure, detail, status=status))
 
     def extend_deadline(self, now_s: float) -> float:
@@ -364,10 +437,10 @@ class DecodeResponse(Completion[None]):
         """End the leg: the engine works, but the response has taken longer than its tokens allow."""
         self._abort(Failure.TOO_LONG, "the response took longer than its number of tokens allows")
 
-    def _abort(self, failure: Failure, detail: str) -> None:
+    def _abort(self, failure: Failure, detail: str, status: int = 0) -> None:
         if self.connection.handler is self:
             self.connection.abort()
-        self.on_failure(failure, detail)
+        self.on_failure(failure, detail, status)
 
     def build_stream_error(self, message: str) -> bytes:
         """The error event for a broken stream; empty where no event can be inserted, as inside a chunk."""
@@ -378,6 +451,18 @@ class DecodeResponse(Completion[None]):
         if head.length == CHUNKED:
             return frame_chunk(event)
         return event if head.length == UNTIL_CLOSE else b""
+
+
+def _find_chunk_start(data: bytes, position: int) -> int:
+    """The offset of the chunk whose first event is the last one before `position`; text has no line ends."""
+    end = start = data.rfind(b"\r\ndata:", 0, position)
+    while start > 0 and data[start - 1] in b"0123456789abcdefABCDEF":
+        start -= 1
+    return start if start < end else len(data)
+
+
+def _is_whole_json(parts: list[bytes]) -> bool:
+    return bool(parts) and parts[-1].rstrip().endswith(b"}")
 
 
 _NO_CHUNKS = ChunkBuffer()

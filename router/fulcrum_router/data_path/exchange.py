@@ -102,6 +102,7 @@ class Exchange:
             journey = request.journey
             if journey is not None and journey.state is not _DONE:
                 journey.client_left(time.monotonic())
+            request.legs.close()
             self._record_end()
             # The leg refers to the request: without this only a garbage collection would free both.
             self._leg = None
@@ -152,7 +153,7 @@ class Exchange:
         wait_s = journey.wait_until_s - time.monotonic()
         if wait_s > 0 and await run_in_asyncio_task(router.applied_assignment.wait_until_next(wait_s)):
             return journey.flip_done(time.monotonic())
-        return journey.tick(max(journey.wait_until_s, time.monotonic()))
+        return journey.flip_wait_ended(max(journey.wait_until_s, time.monotonic()))
 
     async def _wait_for_prefill_instance(self) -> Action:
         """Wait until the request leaves the waiting room."""

@@ -12,6 +12,7 @@ import structlog
 
 from fulcrum_core.values import Role
 from fulcrum_router.counters import DECODE, RequestOutcome
+from fulcrum_router.data_path.leg_outcomes import LegOutcomes
 from fulcrum_router.data_path.request import ClientRequest, Downstream, find_error_status
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1 import responses
@@ -22,7 +23,9 @@ from fulcrum_router.http1.inline_task import Completion, InlineTask
 from fulcrum_router.http1.json_limits import InvalidBody
 from fulcrum_router.http1.sending import send_and_wait
 from fulcrum_router.http1.upstream import EngineConnection
+from fulcrum_router.policy.blame import is_ambiguous
 from fulcrum_router.policy.journey import StopReason
+from fulcrum_router.policy.journey.machine import DEATHS, MIN_SUSPICIONS
 from fulcrum_router.router import Router
 from fulcrum_router.settings import ServiceSettings
 
@@ -137,6 +140,7 @@ class PassThrough:
         "_inline_task",
         "_keep_alive",
         "_leg",
+        "_legs",
         "_router",
         "_settings",
     )
@@ -148,6 +152,7 @@ class PassThrough:
         self._downstream, self._client_request = downstream, client_request
         self._keep_alive = client_request.keep_alive
         self._leg: PassThroughLeg | None = None
+        self._legs = LegOutcomes(router)
         self._body: RequestBody | None = None
         self._inline_task = InlineTask(self._run())
 
@@ -191,6 +196,7 @@ class PassThrough:
                 )
         finally:
             self._leg = None
+            self._legs.close()
             self._router.counters.passed_through[self._client_request.path.decode(), outcome] += 1
             self._downstream.finish_response(keep_alive=self._keep_alive)
 
@@ -201,11 +207,12 @@ class PassThrough:
         excluded: set[str] = set()
         budget = self._router.journeys.retry_budget
         budget.record_request(time.monotonic())
-        while len(excluded) < MAX_ATTEMPTS:
+        fatal = 0
+        while len(excluded) < MAX_ATTEMPTS and fatal < MIN_SUSPICIONS:
             instance = self._choose(excluded)
             if instance is None:
                 break
-            if excluded and not budget.take_retry(time.monotonic()):
+            if excluded and not fatal and not budget.take_retry(time.monotonic()):
                 self._router.counters.stopped_requests[StopReason.RETRY_BUDGET] += 1
                 break
             excluded.add(instance.name)
@@ -213,10 +220,13 @@ class PassThrough:
                 return await self._send(instance, request)
             except LegFailed as error:
                 failed = error
-                self._router.record_leg_failure(instance, DECODE, error)
+                self._legs.record_failure(instance, DECODE, error)
+                fatal += error.may_have_started and (
+                    error.failure in DEATHS or is_ambiguous(error.failure, error.status)
+                )
                 self._router.counters.retries[DECODE, error.failure] += 1
             except StreamBroken as broken:
-                self._router.record_leg_failure(instance, DECODE, broken.failed)
+                self._legs.record_failure(instance, DECODE, broken.failed)
                 raise
         raise failed
 
@@ -253,7 +263,7 @@ class PassThrough:
                 first_byte_timeout_s=timeouts.first_byte_s,
                 idle_timeout_s=timeouts.idle_s,
             )
-            self._router.record_leg_success(instance, DECODE)
+            self._legs.record_success(instance, DECODE)
             assert leg.head is not None
             return RequestOutcome.OK if leg.head.status < 400 else RequestOutcome.INVALID
         finally:

@@ -63,18 +63,19 @@ class PrefillLeg:
         except LegFailed as error:
             return self._fail(error)
         now_s = time.monotonic()
-        router.record_leg_success(instance, PREFILL)
+        request.legs.record_success(instance, PREFILL)
         if journey.predicted_ttft is not None:
             router.ttft_errors.learn_prefill_leg(journey.predicted_ttft, measured_s=now_s - sent_s)
         if response.prompt_tokens is not None and has_only_text(request.body.fields):
             counted = response.prompt_tokens - request.body.prompt_id_count
             router.tokens_per_byte.learn(prompt_bytes=request.body.prompt_bytes, tokens=counted)
-        request.kv_transfer_params, request.received_after_s = (
+        request.kv_transfer_params, request.counted_tokens = (
             response.kv_transfer_params,
-            router.received_after_s,
+            response.prompt_tokens,
         )
+        request.received_after_s = router.received_after_s
         problem = response.problem
-        action = journey.prefill_answered(
+        action = journey.prefill_responded(
             now_s,
             lease_from_s=router.received_after_s,
             has_params=response.kv_transfer_params is not None,
@@ -129,7 +130,7 @@ class PrefillLeg:
         """Fail the leg after a 5xx; forward any other status, since the client's request caused it."""
         if status >= 500:
             raise LegFailed(Failure.STATUS, f"the engine returned status {status}", status=status)
-        self._request.router.record_leg_success(self._instance, PREFILL)
+        self._request.legs.record_success(self._instance, PREFILL)
         self._request.journey.prefill_rejected(time.monotonic())
         chunked = head.length == CHUNKED
         response = (
@@ -139,11 +140,11 @@ class PrefillLeg:
 
     def _fail(self, error: LegFailed) -> Action:
         router, journey = self._request.router, self._request.journey
-        router.record_leg_failure(self._instance, PREFILL, error)
         router.counters.retries[PREFILL, error.failure] += 1
         action = journey.prefill_failed(
             time.monotonic(), error.failure, status=error.status, started=error.may_have_started
         )
+        self._request.legs.record_failure(self._instance, PREFILL, error)  # after the journey read the share
         if journey.stop_reason is StopReason.QUERY_OF_DEATH:
             self._request.failed = error
         return action

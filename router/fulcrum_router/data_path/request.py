@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from fulcrum_router.counters import RequestOutcome
+from fulcrum_router.data_path.leg_outcomes import LegOutcomes
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1.bodies import RequestBody, is_stream_without_usage
 from fulcrum_router.http1.failures import Failure, LegFailed
@@ -66,7 +67,9 @@ class EarlyResponse(Exception):
         self.outcome, self.response, self.keep_alive = outcome, response, keep_alive
 
 
-_TIMEOUT_FAILURES = frozenset({Failure.TIMEOUT, Failure.TOO_LONG, Failure.UNREACHABLE, Failure.EJECTED})
+_TIMEOUT_FAILURES = frozenset(
+    {Failure.TIMEOUT, Failure.TOO_LONG, Failure.UNREACHABLE, Failure.EJECTED, Failure.REMOVED}
+)
 
 
 def find_error_status(failed: LegFailed) -> int:
@@ -84,6 +87,7 @@ class ServedRequest:
         "arrival_s",
         "body",
         "client",
+        "counted_tokens",
         "downstream",
         "expired_before",
         "failed",
@@ -91,6 +95,7 @@ class ServedRequest:
         "journey",
         "keep_alive",
         "kv_transfer_params",
+        "legs",
         "outcome",
         "received_after_s",
         "router",
@@ -106,6 +111,7 @@ class ServedRequest:
         self.router, self.downstream, self.client = router, downstream, client
         self.tier, self.timeouts = settings.find_tier(client.tier), settings.timeouts
         self.keep_alive = client.keep_alive
+        self.legs = LegOutcomes(router)
         self.journey: Journey[Instance] = cast("Journey[Instance]", None)  # set by admit
         self.outcome = _CANCELLED
         """How the request ended; until then, how it would if its client left."""
@@ -116,6 +122,8 @@ class ServedRequest:
         # Of the last prefill leg:
         self.kv_transfer_params: bytes | None = None
         """JSON object for the decode leg, used only if `Journey.has_kv`."""
+        self.counted_tokens: int | None = None
+        """Length of the prompt as its engine counted it."""
         self.received_after_s = 0.0
         """Earliest time at which its response arrived: the lease began no earlier."""
         self.expired_before: float | None = None
@@ -136,7 +144,6 @@ class ServedRequest:
             router.journeys,
             work,
             local_prefill_reason=body.local_prefill_reason,
-            body_bytes=len(self.client.body),
         )
         return journey
 

@@ -210,12 +210,12 @@ class Instance(LearningInstance):
         if pool is not None:
             if unresponsive_since_s is not None:
                 pool.fail_retryable_legs(
-                    others_deadline_s=unresponsive_since_s + UNRESPONSIVE_STREAM_TIMEOUT_S
+                    Failure.EJECTED, others_deadline_s=unresponsive_since_s + UNRESPONSIVE_STREAM_TIMEOUT_S
                 )
             pool.enforce_timeouts(now_s)
         if self.former_pools:
             for pool in self.former_pools:
-                pool.fail_retryable_legs(others_deadline_s=math.inf)
+                pool.fail_retryable_legs(Failure.REMOVED, others_deadline_s=math.inf)
                 pool.enforce_timeouts(now_s)
             self.former_pools = [pool for pool in self.former_pools if pool.busy]
 

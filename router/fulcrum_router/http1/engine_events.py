@@ -14,10 +14,13 @@ DONE_EVENT = b"data: [DONE]"
 """Last event of a stream."""
 EMPTY_CHOICES = b'"choices":[]'
 """Occurs in the event with the usage and in no other."""
+ERROR_EVENT, ERROR_BODY = b'data: {"error":', b'{"error":'
+"""Beginning of an event, and of a whole response, with which an engine fails a request after status 200."""
 ABORT = b'"abort"'
 """Cheap test before `ABORT_PATTERN`."""
 ABORT_PATTERN = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 
+_ERROR_CODE = re.compile(rb'"code"\s*:\s*"?([45]\d\d)\b')
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,8})(?![\d.eE])')
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,8})(?![\d.eE])')
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,8})(?![\d.eE])')
@@ -56,6 +59,12 @@ def parse_usage(content: bytes) -> Usage | None:
         return None
     cached, completion = _CACHED_TOKENS.search(usage), _COMPLETION_TOKENS.search(usage)
     return Usage(int(prompt[1]), int(cached[1]) if cached else None, int(completion[1]) if completion else 0)
+
+
+def read_error_status(content: bytes) -> int:
+    """The status of the first error in a response that has status 200; 500 if it names none."""
+    found = _ERROR_CODE.search(content, content.find(ERROR_BODY))
+    return int(found[1]) if found is not None else 500
 
 
 def strip_usage_events(framed: bytes) -> bytes:

@@ -109,13 +109,22 @@ async def send_and_wait(
                 raise
             # The engine closed its idle connection: not a failure. A fresh one cannot lose this race, so the
             # loop runs at most twice.
-            connection = await pool.open(connect_timeout_s)
+            connection = await _reopen(pool, connect_timeout_s)
             continue
         except asyncio.CancelledError:
             if connection.handler is handler:  # else the response is complete, and another leg may use it
                 connection.abort()
             raise
         return handler
+
+
+async def _reopen(pool: ConnectionPool, connect_timeout_s: float) -> EngineConnection:
+    """Open a connection after one that was closed behind a request: the request may have ended the engine."""
+    try:
+        return await pool.open(connect_timeout_s)
+    except LegFailed as failed:
+        failed.may_have_started = True
+        raise
 
 
 async def send_request(

@@ -291,10 +291,10 @@ class EngineConnection(asyncio.Protocol):
                 phase = "the first byte" if self._head is None else "the next bytes"
                 self._fail(Failure.TIMEOUT, f"the engine took too long for {phase}")
 
-    def fail_if_retryable(self, *, else_deadline_s: float) -> None:
+    def fail_if_retryable(self, failure: Failure, *, else_deadline_s: float) -> None:
         """Fail a retryable leg now; any other leg fails at `else_deadline_s` unless data arrives."""
         if self.handler is not None and self.handler.retryable:
-            self._fail(Failure.EJECTED, "the instance was ejected or removed")
+            self._fail(failure, f"the instance was {failure}")
         else:
             self.deadline_s = min(self.deadline_s, else_deadline_s)
 
@@ -382,7 +382,7 @@ class ConnectionPool:
             ) from error
         if self._closed:
             connection.abort()
-            raise LegFailed(Failure.EJECTED, "the instance was removed", may_have_started=False)
+            raise LegFailed(Failure.REMOVED, "the instance was removed", may_have_started=False)
         return connection
 
     def put_idle(self, connection: EngineConnection) -> None:
@@ -405,10 +405,10 @@ class ConnectionPool:
         for connection in list(self._idle):
             connection.abort()
 
-    def fail_retryable_legs(self, *, others_deadline_s: float) -> None:
+    def fail_retryable_legs(self, failure: Failure, *, others_deadline_s: float) -> None:
         """Fail the retryable legs now; the others fail at `others_deadline_s` unless data arrives."""
         for connection in list(self.busy):
-            connection.fail_if_retryable(else_deadline_s=others_deadline_s)
+            connection.fail_if_retryable(failure, else_deadline_s=others_deadline_s)
 
     def enforce_timeouts(self, now_s: float) -> None:
         """Fail the legs whose deadline has passed, close connections that were idle for too long.

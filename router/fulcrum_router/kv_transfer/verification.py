@@ -31,6 +31,8 @@ class KvTransfer:
     pair: TransferPair
     tokens: int
     """Length of the prompt."""
+    counted_tokens: int | None = None
+    """Length of the prompt as the prefill engine counted it; None: not reported."""
     needs_handshake: bool
     """Whether the two engines have no connection yet, so that the transfer includes their handshake."""
     decode_was_idle: bool
@@ -52,6 +54,7 @@ class KvTransfer:
         decode: Instance,
         *,
         tokens: int,
+        counted_tokens: int | None = None,
         received_after_s: float,
         decode_was_idle: bool,
         expired_before: float | None = None,
@@ -63,6 +66,7 @@ class KvTransfer:
             decode=decode,
             pair=pair,
             tokens=tokens,
+            counted_tokens=counted_tokens,
             needs_handshake=pair.warm_until_s <= time.monotonic(),
             decode_was_idle=decode_was_idle,
             deadline_s=received_after_s + max_on_time_age_s(source.kv_lease_s),
@@ -93,11 +97,17 @@ def verify_transfer(transfer: KvTransfer, *, time_to_first_byte_s: float | None)
     decode, pair, usage = transfer.decode, transfer.pair, transfer.usage
     if usage is not None and usage.prompt_tokens == 1:
         return  # the last token is always computed, so there was nothing to fetch
+    if usage is None and decode.reports_cached_tokens:
+        pair.counts[TransferOutcome.UNKNOWN] += 1
+        return  # as a stream of an HTTP/1.0 client: that refutes no problem of the pair
     cached = usage.cached_tokens if usage else None
     if cached is not None:
         decode.reports_cached_tokens = True
     elif usage is not None and decode.reports_cached_tokens:
         cached = 0  # some versions of vLLM omit a zero
+    if usage is not None and transfer.counted_tokens not in (None, usage.prompt_tokens):
+        _record_other_prompt(transfer, usage)
+        return
     identity = decode.identity
     outcome = classify_transfer(
         prompt_tokens=usage.prompt_tokens if usage else 0,
@@ -121,6 +131,18 @@ def verify_transfer(transfer: KvTransfer, *, time_to_first_byte_s: float | None)
             decode=decode.name,
             cached_tokens=cached,
         )
+
+
+def _record_other_prompt(transfer: KvTransfer, usage: Usage) -> None:
+    """The two engines read the same request as different prompts, so that one used KV of another prompt."""
+    log.error(
+        "prefill and decode count different prompt tokens",
+        prefill=transfer.source.name,
+        decode=transfer.decode.name,
+        prefill_tokens=transfer.counted_tokens,
+        decode_tokens=usage.prompt_tokens,
+    )
+    transfer.pair.record(TransferOutcome.RECOMPUTED, now_s=time.monotonic(), reason=conditions.INCOMPATIBLE)
 
 
 def _fabric_time_s(transfer: KvTransfer) -> float:

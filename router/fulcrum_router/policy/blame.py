@@ -22,12 +22,14 @@ class Blame(StrEnum):
     __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call
 
 
-_SHED_STATUSES = frozenset({429, 503})
+SHED_STATUSES = frozenset({429, 503})
+"""HTTP statuses with which an engine refuses work because it has too much."""
 _BLAME = {
     Failure.REFUSED: Blame.NETWORK,
     Failure.UNREACHABLE: Blame.NETWORK,
     Failure.NO_SOCKET: Blame.ROUTER,
     Failure.EJECTED: Blame.ENGINE,
+    Failure.REMOVED: Blame.ROUTER,
     Failure.CLOSED: Blame.ENGINE,
     Failure.ABORTED: Blame.ENGINE,
     Failure.MALFORMED: Blame.ENGINE,
@@ -49,7 +51,7 @@ def find_blame(failure: Failure, *, status: int, probes_answered: bool) -> Blame
         probes_answered: Whether the engine answers probes: one that is late with a leg then has a queue.
     """
     if failure is Failure.STATUS:
-        if status in _SHED_STATUSES:
+        if status in SHED_STATUSES:
             return Blame.LOAD
         return Blame.CLIENT if 400 <= status < 500 else Blame.ENGINE
     if failure is Failure.TIMEOUT:
@@ -60,3 +62,11 @@ def find_blame(failure: Failure, *, status: int, probes_answered: bool) -> Blame
 def is_sickness(failure: Failure, blame: Blame) -> bool:
     """Whether the failure is evidence that the instance cannot serve."""
     return blame in (Blame.ENGINE, Blame.NETWORK) and failure not in _CONSEQUENCES
+
+
+def is_ambiguous(failure: Failure, status: int) -> bool:
+    """Whether engine or request may have caused the failure: a 5xx that sheds no load.
+
+    What another engine answers tells them apart: the same from two engines is the request's.
+    """
+    return failure is Failure.STATUS and status >= 500 and status not in SHED_STATUSES

@@ -5,19 +5,34 @@ instead can still go to any instance, in any order, after loads or instances hav
 gets no more prefill work than keeps it busy: `prefill_ahead_s` seconds. By default that is infinite (mode
 Direct): nothing waits.
 
-The room keeps an order and its limits. Which requests join, and which may leave, is decided by their journeys
-(`Waiter.reconsider`).
+The request with the earliest deadline leaves first. One that no instance can serve in time any more is
+*late*: it lets the others pass, since its objective is lost whatever happens, and theirs would be lost as
+well. Late requests leave in the order of arrival, when nobody else waits and as every `LATE_EVERY`-th
+request, so that none of them waits for ever.
+
+The room keeps the order and the limit. Which requests join, and which may leave, is decided by their journeys
+(`Waiter.try_to_leave`).
 """
 
 import heapq
 import math
-from collections.abc import Callable
-from typing import Any, Protocol
+from enum import Enum
+from typing import Protocol
 
 MAX_REQUESTS = 10_000
-"""Requests that wait at most; the next one is refused."""
-MAX_BYTES = 512 * 1024 * 1024
-"""Bytes of the bodies of requests that wait, at most."""
+"""Requests that wait at most; the next one is refused. Their bodies count in `data_path.limits`."""
+LATE_EVERY = 8
+"""While late requests wait, one of this many that leave is late."""
+
+
+class Departure(Enum):
+    """Whether a request could leave the room."""
+
+    LEFT = "left"
+    BLOCKED = "blocked"
+    """No instance can take it now."""
+    LATE = "late"
+    """Some instance could take it, and none could serve it in time."""
 
 
 class Waiter(Protocol):
@@ -27,21 +42,20 @@ class Waiter(Protocol):
     def arrival_s(self) -> float:
         """When the request arrived at the router."""
 
-    def reconsider(self, now_s: float) -> bool:
-        """Call `leave` and return True if an instance can take the request now; False: go on waiting."""
+    @property
+    def deadline_s(self) -> float:
+        """When the first byte of its response is due."""
+
+    def try_to_leave(self, now_s: float, *, late: bool) -> Departure:
+        """Call `leave` if an instance can take the request now: in time, or `late` is set."""
 
     @property
-    def is_picky(self) -> bool:
+    def excludes_instances(self) -> bool:
         """Whether some instances are ruled out for this request: then others may pass it."""
 
 
-Order = Callable[[Waiter], Any]
-"""Sort key of a waiting request: the smallest leaves first."""
-
-
-def order_by_arrival(waiter: Waiter) -> float:
-    """One class, in the order of arrival."""
-    return waiter.arrival_s
+_Entry = tuple[float, int, Waiter]
+_LEFT, _BLOCKED, _LATE = Departure.LEFT, Departure.BLOCKED, Departure.LATE
 
 
 class WaitingRoom:
@@ -49,60 +63,60 @@ class WaitingRoom:
 
     __slots__ = (
         "_again",
-        "_heap",
+        "_in_time",
         "_is_busy",
-        "_max_bytes",
+        "_late",
+        "_late_turn",
         "_max_requests",
         "_next_number",
-        "_order",
-        "bytes",
+        "in_time_prefill_s",
         "members",
         "prefill_ahead_s",
         "prefill_s",
     )
 
-    def __init__(
-        self,
-        *,
-        prefill_ahead_s: float = math.inf,
-        max_requests: int = MAX_REQUESTS,
-        max_bytes: int = MAX_BYTES,
-        order: Order = order_by_arrival,
-    ) -> None:
+    def __init__(self, *, prefill_ahead_s: float = math.inf, max_requests: int = MAX_REQUESTS) -> None:
         self.prefill_ahead_s = prefill_ahead_s
         """Prefill work in flight from which an instance gets no more; infinite in mode Direct."""
-        self._max_requests, self._max_bytes, self._order = max_requests, max_bytes, order
-        self._heap: list[tuple[Any, int, Waiter]] = []
-        """May hold requests that have left; they are dropped when they come to the top."""
-        self.members: dict[Waiter, tuple[int, int, float]] = {}
-        """By request that waits: its number, its bytes and its predicted prefill time."""
+        self._max_requests = max_requests
+        self._in_time: list[_Entry] = []
+        """Heap by deadline. May hold requests that have left; they are dropped when they come to the top."""
+        self._late: list[_Entry] = []
+        """Heap by arrival, likewise."""
+        self._late_turn = 0
+        """Requests that have left since the last late one."""
+        self.members: dict[Waiter, tuple[int, float, bool]] = {}
+        """By request that waits: its number, its predicted prefill time, and whether it is in time."""
         self._next_number = 0
         self._is_busy = self._again = False
-        self.bytes = 0
-        """Bytes of the requests that wait."""
-        self.prefill_s = 0.0
-        """Predicted prefill time of the requests that wait, in seconds."""
+        self.prefill_s = self.in_time_prefill_s = 0.0
+        """Predicted prefill time of the requests that wait in seconds, of all and of those in time."""
 
     def __len__(self) -> int:
         return len(self.members)
 
-    def join(self, waiter: Waiter, *, size_bytes: int, prefill_s: float) -> bool:
+    def join(self, waiter: Waiter, *, prefill_s: float) -> bool:
         """Let a request wait; False: the room is full."""
-        if len(self.members) >= self._max_requests or self.bytes + size_bytes > self._max_bytes:
+        if len(self.members) >= self._max_requests:
             return False
         number, self._next_number = self._next_number, self._next_number + 1
-        self.members[waiter] = (number, size_bytes, prefill_s)
-        heapq.heappush(self._heap, (self._order(waiter), number, waiter))
-        self.bytes += size_bytes
+        self.members[waiter] = (number, prefill_s, True)
+        heapq.heappush(self._in_time, (waiter.deadline_s, number, waiter))
         self.prefill_s += prefill_s
+        self.in_time_prefill_s += prefill_s
         return True
 
     def leave(self, waiter: Waiter) -> None:
         """Take a request out: it was dispatched, or its client disconnected."""
         member = self.members.pop(waiter, None)
-        if member is not None:
-            self.bytes -= member[1]
-            self.prefill_s = self.prefill_s - member[2] if self.members else 0.0
+        if member is None:
+            return
+        _, prefill_s, in_time = member
+        # Adding and subtracting floats leaves a rounding error: reset the sums when nobody waits.
+        self.prefill_s = self.prefill_s - prefill_s if self.members else 0.0
+        self.in_time_prefill_s = max(0.0, self.in_time_prefill_s - prefill_s * in_time)
+        if not self.members:
+            self.in_time_prefill_s = 0.0
 
     def reconsider(self, now_s: float) -> None:
         """Let requests leave, in order, as long as instances can take them.
@@ -124,18 +138,44 @@ class WaitingRoom:
             self._is_busy = False
 
     def _let_leave(self, now_s: float) -> None:
-        passed: list[tuple[Any, int, Waiter]] = []
-        heap, members = self._heap, self.members
-        while heap:
+        passed: list[tuple[list[_Entry], _Entry]] = []
+        while True:
+            heap = self._choose_heap()
+            if not heap:
+                break
             entry = heap[0]
-            waiter = entry[2]
-            member = members.get(waiter)
-            if member is None or member[0] != entry[1]:
-                heapq.heappop(heap)
-                continue
-            if not waiter.reconsider(now_s):
-                if not waiter.is_picky:
-                    break
-                passed.append(heapq.heappop(heap))
-        for entry in passed:
+            waiter, is_late = entry[2], heap is self._late
+            departure = waiter.try_to_leave(now_s, late=is_late)
+            if departure is _LEFT:
+                self._late_turn = 0 if is_late else self._late_turn + 1
+            elif departure is _LATE:
+                self._move_to_late(heapq.heappop(heap))
+            elif waiter.excludes_instances:
+                passed.append((heap, heapq.heappop(heap)))
+            else:
+                break
+        for heap, entry in passed:
             heapq.heappush(heap, entry)
+
+    def _choose_heap(self) -> list[_Entry]:
+        """The heap whose first request is the next to leave; an empty one if nobody waits."""
+        in_time, late = self._drop_departed(self._in_time, in_time=True), self._drop_departed(self._late)
+        if late and (not in_time or self._late_turn + 1 >= LATE_EVERY):
+            return late
+        return in_time
+
+    def _drop_departed(self, heap: list[_Entry], *, in_time: bool = False) -> list[_Entry]:
+        members = self.members
+        while heap:
+            member = members.get(heap[0][2])
+            if member is not None and member[0] == heap[0][1] and member[2] is in_time:
+                break
+            heapq.heappop(heap)
+        return heap
+
+    def _move_to_late(self, entry: _Entry) -> None:
+        _, number, waiter = entry
+        prefill_s = self.members[waiter][1]
+        self.members[waiter] = (number, prefill_s, False)
+        self.in_time_prefill_s = max(0.0, self.in_time_prefill_s - prefill_s)
+        heapq.heappush(self._late, (waiter.arrival_s, number, waiter))

@@ -174,12 +174,12 @@ class SimulatedJourneys(Generic[V]):
             self._waiting_for_flip[run] = None
             self.port.call_at(journey.wait_until_s, lambda: self._end_flip_wait(run))
         else:
-            run.act(journey.tick(self.port.now_s()))
+            run.act(journey.flip_wait_ended(self.port.now_s()))
 
     def _end_flip_wait(self, run: "_Run") -> None:
         if run in self._waiting_for_flip:
             del self._waiting_for_flip[run]
-            run.act(run.journey.tick(self.port.now_s()))
+            run.act(run.journey.flip_wait_ended(self.port.now_s()))
 
 
 class _Run:
@@ -331,7 +331,7 @@ class _Run:
         self._record(leg, None)
         self._transfer = port.build_import(instance, end.export)
         now_s = port.now_s()
-        action = self.journey.prefill_answered(now_s, lease_from_s=now_s, has_params=True)
+        action = self.journey.prefill_responded(now_s, lease_from_s=now_s, has_params=True)
         port.learn_prefill(leg, instance, self.journey.prefill_computed_for_s)
         self.act(action)
 

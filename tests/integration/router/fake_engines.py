@@ -126,7 +126,7 @@ def make_kv_transfer_params(engine: "FakeEngine", **changes: Any) -> dict[str, A
 async def send_kv_transfer_params(response: ResponseWriter) -> None:
     """Script of a prefill leg that succeeds."""
     params = make_kv_transfer_params(response.engine)
-    await response.json(200, {"choices": [{}], "usage": {"prompt_tokens": 7}, "kv_transfer_params": params})
+    await response.json(200, {"choices": [{}], "kv_transfer_params": params})
 
 
 def send_source_name(count: int = 3) -> Script:

@@ -1,10 +1,14 @@
 """What ejects an instance: sickness does, load and clients do not, and never all of a role."""
 
+import time
+
 import aiohttp
 import pytest
 
+from fulcrum_core.latency import PrefillModel
 from fulcrum_router.observe.outliers import ERROR_RATE, INTERVAL_S, OutlierDetector
 from tests.integration.router.fake_engines import (
+    DEADLINE_S,
     PROMPT,
     FakeEngine,
     ResponseWriter,
@@ -12,6 +16,8 @@ from tests.integration.router.fake_engines import (
     Script,
     respond_with_status,
     run_router,
+    send_kv_transfer_params,
+    send_source_name,
 )
 
 REQUESTS = 12
@@ -53,13 +59,55 @@ async def test_load_and_clients_eject_no_instance(
 
 
 async def test_engines_that_all_fail_are_not_all_ejected(client: aiohttp.ClientSession) -> None:
+    """The first requests may be at fault; then the engines are known to fail, and decode computes prompts."""
     fails = respond_with_status(500)
     engines = [*(FakeEngine(name, prefill=fails) for name in ("p1", "p2", "p3", "p4")), FakeEngine("d1")]
     async with run_router(*engines) as world:
-        assert await post(client, world) == [200] * REQUESTS
+        statuses = await post(client, world, 4 * REQUESTS)
+        assert statuses[-REQUESTS:] == [200] * REQUESTS
         assert sum(i.serving for i in world.router.fleet.instances if i.name.startswith("p")) == 2
         assert world.router.counters.ejections == {"status": 2}
         assert world.router.fleet.withheld_ejections["status"] > 0
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+async def test_a_request_that_every_engine_answers_with_5xx_reaches_two_and_ejects_none(
+    client: aiohttp.ClientSession, path: str
+) -> None:
+    async def fail_on_poison(response: ResponseWriter) -> None:
+        if response.request.body.get("poison"):
+            return await respond_with_status(500)(response)
+        script = send_kv_transfer_params if response.request.is_prefill else send_source_name()
+        return await script(response)
+
+    names = ("p1", "p2", "p3", "d1", "d2", "d3")
+    async with run_router(*(FakeEngine(n, fail_on_poison, fail_on_poison) for n in names)) as world:
+        for _ in range(30):
+            before = sum(len(world[n].requests) for n in names)
+            async with client.post(world.url(path), json=PROMPT | {"poison": True}) as response:
+                assert response.status == 502
+            assert sum(len(world[n].requests) for n in names) == before + 2
+            assert await post(client, world, 2) == [200, 200], "good requests in between"
+        counters = world.router.counters
+        assert (dict(counters.ejections), {blame for _, blame in counters.leg_failures}) == ({}, {"client"})
+        assert world.router.journeys.retry_budget.retries == 0
+
+
+async def test_an_engine_that_fails_what_others_serve_is_ejected(client: aiohttp.ClientSession) -> None:
+    engines = [
+        FakeEngine("p1", respond_with_status(500)),
+        FakeEngine("p2"),
+        FakeEngine("p3"),
+        FakeEngine("d1"),
+    ]
+    async with run_router(*engines) as world:
+        fleet = world.router.fleet
+        for _ in range(3):
+            fleet["p1"].health.error_share = fleet["p1"].error_share = 0.0  # as after some seconds
+            for name in ("p2", "p3"):
+                fleet[name].prefill_model = PrefillModel(c0=DEADLINE_S, c1=0.0, c2=0.0)
+            assert await post(client, world, 1) == [200]
+        assert (fleet["p1"].serving, dict(world.router.counters.ejections)) == (False, {"status": 1})
 
 
 async def test_the_only_instance_of_a_role_is_not_ejected_for_errors(client: aiohttp.ClientSession) -> None:
@@ -80,8 +128,9 @@ async def test_an_engine_that_fails_every_second_leg_is_ejected_as_an_outlier(
             instance.health.answered = 30
         p1.health.answered, p1.health.failed = 10, 20
         detector = OutlierDetector(router.fleet, on_ejection=router.record_ejection)
-        detector.tick(1_000.0)
-        detector.tick(1_000.0 + INTERVAL_S)  # without legs in between nothing is judged
+        now_s = time.monotonic()
+        detector.tick(now_s)
+        detector.tick(now_s + INTERVAL_S)  # without legs in between nothing is judged
         assert (p1.serving, p2.serving, router.counters.ejections) == (False, True, {ERROR_RATE: 1})
         assert await post(client, world, 3) == [200] * 3
         assert failing.prefills == []

@@ -1,9 +1,10 @@
 """The journey: one request as a pure state machine, with the retry and flip rules of the router.
 
-`machine` is the state machine, `states` its vocabulary, `context` what all journeys share, `protocols` the
-table of KV transfer protocols, `record` what is known of one request.
+`machine` is the state machine, `choices` its choices of instances, `states` its vocabulary, `context` what
+all journeys share, `protocols` the table of KV transfer protocols, `record` what is known of one request.
 """
 
+from fulcrum_router.policy.journey.choices import MAX_ATTEMPTS
 from fulcrum_router.policy.journey.context import (
     FLIP_WAIT_BACKOFF_S,
     FLIP_WAIT_S,
@@ -12,7 +13,7 @@ from fulcrum_router.policy.journey.context import (
     JourneyContext,
     JourneyInstance,
 )
-from fulcrum_router.policy.journey.machine import MAX_ATTEMPTS, Journey
+from fulcrum_router.policy.journey.machine import Journey
 from fulcrum_router.policy.journey.protocols import NIXL_PULL, TransferProtocol
 from fulcrum_router.policy.journey.states import Action, LocalPrefillReason, State, StopReason
 

@@ -10,6 +10,7 @@ from typing import Generic, Protocol, TypeVar
 from fulcrum_core.values import Role
 from fulcrum_router.policy.candidates import Candidates, InstanceView
 from fulcrum_router.policy.dispatch import NO_FLIP_PROPOSALS
+from fulcrum_router.policy.engine_deaths import EngineDeaths
 from fulcrum_router.policy.journey.protocols import PROTOCOLS, TransferProtocol
 from fulcrum_router.policy.ledger import Ledger
 from fulcrum_router.policy.pairs import TransferPairs
@@ -20,6 +21,8 @@ FLIP_WAIT_S = 0.05
 """Seconds that a request waits for the flip that it asked for."""
 FLIP_WAIT_BACKOFF_S = 1.0
 """Seconds after a wait without a flip in which no request waits for the same role."""
+SHED_BACKOFF_S = 0.5
+"""Seconds in which an instance that has shed a request gets none of those that wait."""
 
 
 class JourneyInstance(InstanceView, Protocol):
@@ -72,7 +75,17 @@ class FlipWaits:
 class JourneyContext(Generic[V]):
     """Shared state of the journeys of one router."""
 
-    __slots__ = ("fleet", "flip_rules", "flip_waits", "pairs", "protocols", "retry_budget", "waiting_room")
+    __slots__ = (
+        "engine_deaths",
+        "fleet",
+        "flip_rules",
+        "flip_waits",
+        "pairs",
+        "protocols",
+        "retry_budget",
+        "shed_until_s",
+        "waiting_room",
+    )
 
     def __init__(
         self,
@@ -86,6 +99,11 @@ class JourneyContext(Generic[V]):
         self.flip_waits = FlipWaits()
         self.retry_budget = RetryBudget()
         self.waiting_room = WaitingRoom()
+        self.engine_deaths = EngineDeaths()
+        self.shed_until_s: dict[str, float] = {}
+        """By instance that has shed a request: until when it gets none of those that wait. An engine that
+        sheds has no work, so that it would be the least loaded one.
+        """
 
     def waiting_share_s(self, instance: V) -> float:
         """This instance's equal share of the prefill work in the waiting room, in seconds.

@@ -26,20 +26,20 @@ class RequestRecord(Generic[V]):
 
     __slots__ = (
         "_asked_at_s",
-        "_body_bytes",
         "_context",
-        "_deaths",
         "_decode_attempts",
         "_failed_decode",
         "_failed_prefill",
         "_last_action",
         "_lease_from_s",
         "_local_entry",
-        "_own_reason",
+        "_no_prefill_leg",
         "_prefill_entry",
         "_reservation",
+        "_suspicions",
         "_transfer_entry",
         "cached_on",
+        "continues",
         "decode_entry",
         "decode_instance",
         "decode_open",
@@ -70,12 +70,12 @@ class RequestRecord(Generic[V]):
         work: Work,
         *,
         local_prefill_reason: LocalPrefillReason | None = None,
-        body_bytes: int = 0,
     ) -> None:
         self._context = context
         self.work = work
         """The request; its prompt is an estimate until an engine has counted it."""
-        self._own_reason, self._body_bytes = local_prefill_reason, body_bytes
+        self._no_prefill_leg = local_prefill_reason
+        """Why the request gets no prefill leg; None: it gets one."""
         self.on_moved: Callable[[Action], None] | None = None
         """Called with the next action when the request leaves the waiting room."""
         self.state = _ARRIVED
@@ -94,6 +94,8 @@ class RequestRecord(Generic[V]):
         """Whether the decode leg is to use the KV that `source` computed."""
         self.local_prefill_reason: LocalPrefillReason | None = None
         """Why the decode instance computes the prompt itself."""
+        self.continues = False
+        """Whether the client has a part of the response, and another instance is to generate the rest."""
         self.prefill_open = self.decode_open = False
         """Whether the leg is in flight."""
         self.decode_was_idle = False
@@ -117,7 +119,7 @@ class RequestRecord(Generic[V]):
         self._transfer_entry: PendingTransferEntry | None = None
         self._failed_prefill: tuple[str, ...] = ()
         self._failed_decode: tuple[str, ...] = ()
-        self._decode_attempts = self._deaths = 0
+        self._decode_attempts = self._suspicions = 0
         self._lease_from_s = self._asked_at_s = 0.0
         self._last_action: Action | None = None
         self.must_recompute = False

@@ -8,6 +8,7 @@ from fulcrum_router.data_path.chunk_buffer import MAX_BUFFERED_CHUNK_BYTES
 from fulcrum_router.data_path.decode_response import DecodeResponse, ResponseState
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1.engine_events import Usage
+from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.framing import frame_chunk
 from fulcrum_router.http1.upstream import ConnectionPool, EngineConnection
 from fulcrum_router.kv_transfer.verification import KvTransfer
@@ -22,6 +23,7 @@ HEAD_TO_CLIENT = STATUS + FULCRUM_HEADERS + HEADERS
 TOKEN = frame_chunk(b'data: {"choices":[{"text":"a"}]}\n\n')
 USAGE = frame_chunk(b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":5}}\n\n')
 DONE = frame_chunk(b"data: [DONE]\n\n")
+END = b"0\r\n\r\n"
 LARGE = frame_chunk(b"data: " + b"a" * 2 * MAX_BUFFERED_CHUNK_BYTES + b"\n\n")
 LARGE_BEGINNING = LARGE[: MAX_BUFFERED_CHUNK_BYTES + 1]
 
@@ -42,6 +44,11 @@ class FakeDownstream:
 
     def finish_response(self, *, keep_alive: bool) -> None:
         self.finished_keep_alive = keep_alive
+
+
+def make_error(status: int) -> bytes:
+    """An event with which vLLM fails a request in the middle of a stream."""
+    return frame_chunk(b'data: {"error": {"message": "m", "code": %d}}\n\n' % status)
 
 
 def start_response(
@@ -201,3 +208,77 @@ def test_a_response_pauses_only_the_connection_that_it_still_uses() -> None:
     response.pause()
     connection.resume()
     assert connection.deadline_s == before_s, "no time has passed without reading"
+
+
+@pytest.mark.parametrize("before", [b"", TOKEN], ids=["first", "behind a token of the same read"])
+def test_an_error_event_with_5xx_before_the_first_byte_fails_the_leg(before: bytes) -> None:
+    downstream = FakeDownstream()
+    response = start_response(downstream)
+    response.connection.data_received(before + make_error(500) + DONE)
+    assert (find_failure(response), downstream.writes) == ((Failure.STATUS, 500), [])
+
+
+def test_an_error_event_with_5xx_breaks_the_stream_behind_what_came_before() -> None:
+    downstream = FakeDownstream()
+    response = start_response(downstream)
+    response.connection.data_received(TOKEN)
+    response.connection.data_received(TOKEN + make_error(503) + DONE)
+    assert (find_failure(response), downstream.writes[1:]) == ((Failure.STATUS, 503), [TOKEN])
+
+
+def test_an_error_event_with_4xx_is_the_clients_and_sent_to_it() -> None:
+    downstream = FakeDownstream()
+    response = start_response(downstream)
+    response.connection.data_received(make_error(400) + DONE + END)
+    assert downstream.writes == [HEAD_TO_CLIENT + make_error(400) + DONE + END]
+    assert (response.done, response.error_status) == (True, 400)
+
+
+@pytest.mark.parametrize("cut", [1, 20, len(LARGE) - len(LARGE_BEGINNING) - 1])
+def test_a_usage_behind_the_rest_of_a_large_event_is_read_and_removed(cut: int) -> None:
+    downstream = FakeDownstream()
+    response = start_response(downstream, strips_usage=True)
+    middle = len(LARGE_BEGINNING) + cut
+    response.connection.data_received(LARGE_BEGINNING)
+    if cut > 1:
+        response.connection.data_received(LARGE[len(LARGE_BEGINNING) : middle])
+        response.connection.data_received(LARGE[middle:] + USAGE + DONE)
+    else:
+        response.connection.data_received(LARGE[len(LARGE_BEGINNING) :] + TOKEN + USAGE + DONE)
+    response.connection.data_received(END)
+    expected = HEAD_TO_CLIENT + LARGE + (TOKEN if cut == 1 else b"") + DONE + END
+    assert (b"".join(downstream.writes), response.usage) == (expected, Usage(9, None, 5))
+
+
+def test_the_usage_of_a_large_whole_response_is_read() -> None:
+    content = (
+        b'{"choices":[{"text":"'
+        + b"a" * 1_100_000
+        + b'"}],"usage":{"prompt_tokens":9,"completion_tokens":5}}'
+    )
+    downstream = FakeDownstream()
+    response = start_response(
+        downstream, headers=b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(content)
+    )
+    for start in range(0, len(content), 366_683):
+        response.connection.data_received(content[start : start + 366_683])
+    assert response.usage == Usage(9, None, 5)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_response_without_length_that_is_cut_short_has_failed(*, stream: bool) -> None:
+    kind = b"text/event-stream" if stream else b"application/json"
+    downstream = FakeDownstream()
+    response = start_response(downstream, headers=b"content-type: %b\r\n\r\n" % kind)
+    response.connection.data_received(
+        b'data: {"choices":[{"text":"a"}]}\n\n' if stream else b'{"choices":[{"te'
+    )
+    response.connection.connection_lost(None)
+    assert find_failure(response) == (Failure.CLOSED, 0)
+
+
+def find_failure(response: DecodeResponse) -> tuple[Failure, int]:
+    """The failure with which the response has ended."""
+    error = response._error
+    assert isinstance(error, LegFailed)
+    return error.failure, error.status

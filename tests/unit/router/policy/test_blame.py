@@ -22,6 +22,7 @@ from fulcrum_router.policy.failures import Failure
         pytest.param(Failure.REFUSED, 0, True, Blame.NETWORK, True, id="no engine at the address"),
         pytest.param(Failure.NO_SOCKET, 0, True, Blame.ROUTER, False, id="a router without sockets"),
         pytest.param(Failure.EJECTED, 0, True, Blame.ENGINE, False, id="an instance already ejected"),
+        pytest.param(Failure.REMOVED, 0, True, Blame.ROUTER, False, id="an instance that was removed"),
     ],
 )
 def test_only_engine_and_network_are_evidence_against_an_instance(

@@ -52,7 +52,7 @@ def begin_decode(context: JourneyContext[FakeInstance]) -> Journey[FakeInstance]
 
 def answer(journey: Journey[FakeInstance], now_s: float = 0.0, **changes: Any) -> Action:
     """The prefill leg is answered; its lease begins at 0."""
-    return journey.prefill_answered(now_s, **{"lease_from_s": 0.0, "has_params": True, **changes})
+    return journey.prefill_responded(now_s, **{"lease_from_s": 0.0, "has_params": True, **changes})
 
 
 def targets(journey: Journey[FakeInstance]) -> tuple[str | None, str | None]:
@@ -81,7 +81,7 @@ def test_a_request_is_prefilled_transferred_and_decoded() -> None:
     assert context.fleet["p1"].ledger.prefill_tokens == TOKENS
     assert context.fleet["d1"].ledger.reserved_tokens == TOKENS
     assert answer(journey, 0.1, tokens=90) is Action.SEND_DECODE
-    assert (targets(journey), journey.state, journey.has_kv) == (("p1", "d1"), State.TRANSFERRING, True)
+    assert (targets(journey), journey.state, journey.has_kv) == (("p1", "d1"), State.DECODE_SENT, True)
     assert (context.fleet["p1"].ledger.legs, context.fleet["p1"].ledger.pending_transfers) == (0, 1)
     assert context.fleet["d1"].ledger.decode_tokens == 90, "the engine's count replaces the estimate"
     journey.first_byte(0.2)
@@ -122,7 +122,9 @@ def test_without_a_transfer_the_decode_instance_computes_the_prompt(
 
 
 @pytest.mark.parametrize(
-    "failure", [f for f in Failure if f not in {Failure.LEASE_EXPIRED, Failure.TOO_LONG}], ids=str
+    "failure",
+    [f for f in Failure if f not in {Failure.LEASE_EXPIRED, Failure.TOO_LONG, Failure.TOO_LARGE}],
+    ids=str,
 )
 def test_a_failed_prefill_leg_goes_to_another_instance(failure: Failure) -> None:
     context = make_context()
@@ -209,13 +211,75 @@ def test_after_two_engines_closed_the_connection_a_request_is_tried_no_more(legs
     assert (action, journey.stop_reason) == (Action.FAIL, StopReason.QUERY_OF_DEATH)
 
 
-def test_engines_that_refuse_or_shed_are_no_deaths() -> None:
+@pytest.mark.parametrize(
+    ("failure", "fields"),
+    [
+        pytest.param(Failure.CLOSED, {}, id="the engine closes the connection"),
+        pytest.param(Failure.EJECTED, {}, id="the engine hangs and is ejected"),
+        pytest.param(Failure.REFUSED, {}, id="the engine is gone after a lost reuse race"),
+        pytest.param(Failure.STATUS, {"status": 500}, id="the engine answers 5xx"),
+    ],
+)
+@pytest.mark.parametrize("legs", ["pp", "pd", "dd"])
+def test_a_request_by_which_engines_fail_reaches_two_engines(
+    legs: str, failure: Failure, fields: dict[str, Any]
+) -> None:
+    journey, action = begin(make_context(*(instance(n) for n in ("p1", "p2", "p3", "d1", "d2", "d3"))))
+    for leg in legs:
+        if leg == "d" and action is Action.SEND_PREFILL:
+            action = answer(journey)
+        fail = journey.prefill_failed if leg == "p" else journey.decode_failed
+        action = fail(0.1, failure, **fields)
+    assert (action, journey.stop_reason) == (Action.FAIL, StopReason.QUERY_OF_DEATH)
+
+
+def test_a_5xx_does_not_count_against_the_request_if_all_engines_of_the_role_fail() -> None:
+    context = make_context(*(instance(n, error_share=0.8) for n in ("p1", "p2")), instance("d1"))
+    journey, _ = begin(context)
+    journey.prefill_failed(0.1, Failure.STATUS, status=500)
+    assert journey.prefill_failed(0.1, Failure.STATUS, status=500) is Action.SEND_DECODE
+    assert (journey.local_prefill_reason, context.retry_budget.retries) == ("prefill_failed", 2)
+
+
+@pytest.mark.parametrize(("others", "deaths"), [(0, 2), (2, 2), (3, 3), (6, 4), (60, 4)])
+def test_where_engines_die_anyway_a_second_death_is_taken_for_chance(others: int, deaths: int) -> None:
+    names = [f"{role}{n}" for role in "pd" for n in range(1, 5)]
+    context = make_context(*(instance(name) for name in names))
+    for n in range(others):
+        context.engine_deaths.record(f"x{n}", 0.1)
+    journey, action = begin(context)
+    count = 0
+    while action is not Action.FAIL:
+        fail = journey.prefill_failed if action is Action.SEND_PREFILL else journey.decode_failed
+        action, count = fail(0.1, Failure.CLOSED), count + 1
+    assert (journey.stop_reason, count) == (StopReason.QUERY_OF_DEATH, deaths)
+
+
+def test_all_legs_of_one_engine_that_dies_are_one_death() -> None:
+    context = make_context(*(instance(n) for n in ("p1", "p2", "p3", "d1")))
+    victims = [begin(context)[0] for _ in range(12)]
+    for journey in victims:
+        journey.prefill_failed(0.1, Failure.CLOSED)
+    assert context.engine_deaths.count(0.1) == 3
+    assert context.engine_deaths.count(10.2) == 0
+
+
+def test_a_response_that_is_too_large_is_not_computed_by_a_second_prefill_instance() -> None:
+    context = make_context()
+    journey, _ = begin(context)
+    assert journey.prefill_failed(0.1, Failure.TOO_LARGE) is Action.SEND_DECODE
+    assert (journey.local_prefill_reason, context.retry_budget.retries) == ("prefill_failed", 0)
+
+
+def test_engines_that_refuse_or_shed_or_are_removed_are_no_deaths() -> None:
     journey, action = begin(make_context())
     action = journey.prefill_failed(0.1, Failure.CLOSED)
     action = journey.prefill_failed(0.1, Failure.STATUS, status=503)
     assert action is Action.SEND_DECODE
     action = journey.decode_failed(0.1, Failure.REFUSED, started=False)
     assert (action, journey.stop_reason) == (Action.SEND_DECODE, None)
+    journey.decode_failed(0.1, Failure.REMOVED)
+    assert journey.stop_reason is None
 
 
 def exhaust(context: JourneyContext[FakeInstance]) -> None:
@@ -239,7 +303,9 @@ def test_without_retry_budget_a_failed_decode_leg_fails_the_request() -> None:
     assert (journey.stop_reason, journey.failure) == (StopReason.RETRY_BUDGET, Failure.TIMEOUT)
 
 
-@pytest.mark.parametrize("failure", [Failure.CLOSED, Failure.EJECTED, Failure.REFUSED], ids=str)
+@pytest.mark.parametrize(
+    "failure", [Failure.CLOSED, Failure.EJECTED, Failure.REFUSED, Failure.REMOVED], ids=str
+)
 def test_the_end_of_an_engine_is_not_charged_to_the_retry_budget(failure: Failure) -> None:
     context = make_context()
     exhaust(context)
@@ -253,6 +319,53 @@ def test_failing_engines_cannot_double_the_load() -> None:
         journey.prefill_failed(n / 1e4, Failure.TIMEOUT)
         journey.client_left(0.3)
     assert context.retry_budget.retries == FLOOR + 200
+
+
+def test_one_client_cannot_use_up_the_retry_budget_with_requests_that_engines_answer_with_5xx() -> None:
+    context = make_context()
+    for n in range(100):
+        journey, _ = begin(context)
+        journey.prefill_failed(n / 1e4, Failure.STATUS, status=500)
+        journey.prefill_failed(n / 1e4, Failure.STATUS, status=500)
+    assert context.retry_budget.retries == 0
+
+
+# --- responses that go on with another instance -------------------------------------------------------
+
+
+def begin_stream(context: JourneyContext[FakeInstance]) -> Journey[FakeInstance]:
+    journey = begin_decode(context)
+    journey.first_byte(0.2)
+    return journey
+
+
+def test_a_broken_response_goes_on_with_another_instance_after_the_output_so_far() -> None:
+    context = make_context()
+    journey = begin_stream(context)
+    assert journey.decode_failed(0.3, Failure.CLOSED, delivered_tokens=20) is Action.SEND_PREFILL
+    assert (journey.continues, journey.work.prompt_tokens) == (True, TOKENS + 20)
+    assert answer(journey, 0.4) is Action.SEND_DECODE
+    assert (targets(journey), journey.has_kv) == (("p1", "d2"), True)
+    journey.first_byte(0.5)
+    assert journey.decode_ended(0.6) is Action.END
+    assert ledgers_are_empty(context)
+
+
+@pytest.mark.parametrize("event", ["death", "no instance", "rejected", "aborted"])
+def test_a_response_that_cannot_go_on_is_broken(event: str) -> None:
+    context = make_context()
+    journey = begin_stream(context)
+    if event == "no instance":
+        for view in context.fleet.candidates.prefill + context.fleet.candidates.decode:
+            view.serving = False
+    tokens = None if event == "aborted" else 20
+    action = journey.decode_failed(0.3, Failure.CLOSED, delivered_tokens=tokens)
+    if event == "death":
+        action = journey.prefill_failed(0.4, Failure.CLOSED)
+        assert journey.stop_reason is StopReason.QUERY_OF_DEATH
+    if event == "rejected":
+        action = journey.prefill_rejected(0.4)
+    assert (action, journey.state, ledgers_are_empty(context)) == (Action.BREAK, State.DONE, True)
 
 
 # --- the KV lease ------------------------------------------------------------------------------------
@@ -344,17 +457,17 @@ def test_a_request_waits_for_its_flip_and_takes_the_flipped_instance() -> None:
 
 def test_without_the_flip_the_cheapest_instance_takes_the_request_after_the_wait() -> None:
     journey, _ = begin(make_late_context())
-    assert journey.tick(FLIP_WAIT_S / 2) is Action.WAIT
-    assert journey.tick(FLIP_WAIT_S) is Action.SEND_PREFILL
+    assert journey.flip_wait_ended(FLIP_WAIT_S / 2) is Action.WAIT
+    assert journey.flip_wait_ended(FLIP_WAIT_S) is Action.SEND_PREFILL
     assert targets(journey)[0] == "p1"
 
 
 def test_after_a_wait_without_a_flip_others_do_not_wait_for_a_while() -> None:
     context = make_late_context()
-    begin(context)[0].tick(FLIP_WAIT_S)
+    begin(context)[0].flip_wait_ended(FLIP_WAIT_S)
     journey, action = begin(context)
     assert (action, journey.wait_until_s) == (Action.ASK_FOR_FLIP, 0.0)
-    assert journey.tick(0.0) is Action.SEND_PREFILL
+    assert journey.flip_wait_ended(0.0) is Action.SEND_PREFILL
     now_s = FLIP_WAIT_S + FLIP_WAIT_BACKOFF_S
     later = Journey(context, work(TOKENS)._replace(deadline_s=now_s + SLO.ttft_s))
     assert later.begin(now_s) is Action.ASK_FOR_FLIP

@@ -9,7 +9,8 @@ from fulcrum_router.policy import TransferPairs
 from fulcrum_router.policy.dispatch import FlipProposalRules
 from fulcrum_router.policy.failures import Failure
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext, State, StopReason
-from fulcrum_router.policy.waiting_room import Waiter, WaitingRoom
+from fulcrum_router.policy.journey.context import SHED_BACKOFF_S
+from fulcrum_router.policy.waiting_room import LATE_EVERY, Departure, WaitingRoom
 from tests.unit.router.builders import SLO, FakeFleet, FakeInstance, instance, work
 
 
@@ -21,16 +22,19 @@ class FakeWaiter:
     arrival_s: float
     places: list[int]
     left: list[float]
-    is_picky: bool = False
+    excludes_instances: bool = False
     fits: bool = True
+    deadline_s: float = 0.0
 
-    def reconsider(self, now_s: float) -> bool:  # noqa: ARG002  # Waiter's signature
+    def try_to_leave(self, now_s: float, *, late: bool) -> Departure:
         if not self.fits or not self.places[0]:
-            return False
+            return Departure.BLOCKED
+        if not late and now_s > self.deadline_s:
+            return Departure.LATE
         self.places[0] -= 1
         self.left.append(self.arrival_s)
         self.room.leave(self)
-        return True
+        return Departure.LEFT
 
 
 @dataclass
@@ -41,16 +45,20 @@ class Crowd:
     places: list[int] = field(default_factory=lambda: [0])
     left: list[float] = field(default_factory=list)
 
-    def join(self, arrival_s: float, *, picky: bool = False, fits: bool = True) -> FakeWaiter:
-        waiter = FakeWaiter(self.room, arrival_s, self.places, self.left, picky, fits)
-        assert self.room.join(waiter, size_bytes=10, prefill_s=0.5)
+    def join(
+        self, arrival_s: float, *, excludes: bool = False, fits: bool = True, slo_s: float = 10.0
+    ) -> FakeWaiter:
+        waiter = FakeWaiter(
+            self.room, arrival_s, self.places, self.left, excludes, fits, deadline_s=arrival_s + slo_s
+        )
+        assert self.room.join(waiter, prefill_s=0.5)
         return waiter
 
-    def open(self, places: int) -> list[float]:
+    def open(self, places: int, now_s: float = 0.0) -> list[float]:
         """Let this many leave; return the arrival times of those that did."""
         self.left.clear()
         self.places[0] = places
-        self.room.reconsider(0.0)
+        self.room.reconsider(now_s)
         return list(self.left)
 
 
@@ -61,14 +69,35 @@ def test_requests_leave_in_the_order_of_their_arrival() -> None:
     assert (crowd.open(2), crowd.open(2)) == ([1.0, 2.0], [3.0])
 
 
-def test_another_order_is_one_function() -> None:
-    def latest_first(waiter: Waiter) -> float:
-        return -waiter.arrival_s
-
-    crowd = Crowd(WaitingRoom(order=latest_first))
-    for arrival_s in (1.0, 2.0):
-        crowd.join(arrival_s)
+def test_the_earliest_deadline_leaves_first() -> None:
+    crowd = Crowd()
+    crowd.join(1.0, slo_s=10.0)
+    crowd.join(2.0, slo_s=3.0)
     assert crowd.open(2) == [2.0, 1.0]
+
+
+def test_late_requests_let_the_others_pass_and_leave_in_the_order_of_arrival() -> None:
+    crowd = Crowd()
+    for arrival_s, slo_s in ((1.0, 3.0), (2.0, 1.0), (20.0, 10.0)):
+        crowd.join(arrival_s, slo_s=slo_s)
+    assert (crowd.open(1, now_s=20.0), crowd.open(5, now_s=20.0)) == ([20.0], [1.0, 2.0])
+
+
+def test_a_late_request_leaves_after_a_bounded_number_of_others() -> None:
+    crowd = Crowd()
+    crowd.join(1.0, slo_s=1.0)
+    for n in range(20):
+        crowd.join(10.0 + n)
+    left = crowd.open(20, now_s=10.0)
+    assert left.index(1.0) == LATE_EVERY - 1
+
+
+def test_prefill_work_of_late_requests_is_not_in_front_of_a_newcomer() -> None:
+    crowd = Crowd()
+    crowd.join(1.0, slo_s=1.0)
+    crowd.join(10.0, fits=False)
+    assert crowd.open(1, now_s=10.0) == []
+    assert (crowd.room.prefill_s, crowd.room.in_time_prefill_s) == (1.0, 0.5)
 
 
 def test_nobody_passes_a_request_that_any_instance_could_take() -> None:
@@ -82,28 +111,28 @@ def test_nobody_passes_a_request_that_any_instance_could_take() -> None:
 
 def test_others_pass_a_request_that_has_failed_on_the_free_instance() -> None:
     crowd = Crowd()
-    picky = crowd.join(1.0, picky=True, fits=False)
+    first = crowd.join(1.0, excludes=True, fits=False)
     crowd.join(2.0)
     assert crowd.open(1) == [2.0]
-    picky.fits = True
+    first.fits = True
     assert crowd.open(1) == [1.0], "it keeps its place"
 
 
-def test_the_room_counts_requests_bytes_and_seconds() -> None:
-    crowd = Crowd(WaitingRoom(max_requests=3, max_bytes=25))
+def test_the_room_counts_requests_and_seconds() -> None:
+    crowd = Crowd()
     waiters = [crowd.join(1.0), crowd.join(2.0)]
-    assert (len(crowd.room), crowd.room.bytes, crowd.room.prefill_s) == (2, 20, 1.0)
-    assert not crowd.room.join(FakeWaiter(crowd.room, 3.0, [0], []), size_bytes=10, prefill_s=0.5)
+    assert (len(crowd.room), crowd.room.prefill_s, crowd.room.in_time_prefill_s) == (2, 1.0, 1.0)
     for waiter in waiters:
         crowd.room.leave(waiter)
     crowd.room.leave(waiters[0])
-    assert (len(crowd.room), crowd.room.bytes, crowd.room.prefill_s, crowd.open(5)) == (0, 0, 0.0, [])
+    assert (len(crowd.room), crowd.room.prefill_s, crowd.room.in_time_prefill_s) == (0, 0.0, 0.0)
+    assert crowd.open(5) == []
 
 
 def test_a_room_with_too_many_requests_refuses_the_next() -> None:
     crowd = Crowd(WaitingRoom(max_requests=1))
     crowd.join(1.0)
-    assert not crowd.room.join(FakeWaiter(crowd.room, 2.0, [0], []), size_bytes=1, prefill_s=0.5)
+    assert not crowd.room.join(FakeWaiter(crowd.room, 2.0, [0], []), prefill_s=0.5)
 
 
 # --- journeys that wait --------------------------------------------------------------------------------
@@ -124,7 +153,7 @@ def begin(
     context: JourneyContext[FakeInstance], now_s: float = 0.0
 ) -> tuple[Journey[FakeInstance], list[Action]]:
     """Begin a request; return it with its actions, those after it has waited included."""
-    journey = Journey(context, work(TOKENS)._replace(deadline_s=now_s + SLO.ttft_s), body_bytes=100)
+    journey = Journey(context, work(TOKENS)._replace(deadline_s=now_s + SLO.ttft_s))
     actions: list[Action] = []
     journey.on_moved = actions.append
     actions.append(journey.begin(now_s))
@@ -136,7 +165,7 @@ def test_an_instance_gets_no_more_than_half_a_second_of_work_before_others_wait(
     started = [begin(context)[1] for _ in range(6)]
     assert started == [[Action.SEND_PREFILL]] * 4 + [[Action.WAIT]] * 2
     assert [context.fleet[name].ledger.prefill_legs for name in ("p1", "p2")] == [2, 2]
-    assert (len(context.waiting_room), context.waiting_room.bytes) == (2, 200)
+    assert len(context.waiting_room) == 2
 
 
 def test_the_end_of_a_prefill_lets_the_next_request_leave_to_the_free_instance() -> None:
@@ -144,7 +173,7 @@ def test_the_end_of_a_prefill_lets_the_next_request_leave_to_the_free_instance()
     running = [begin(context)[0] for _ in range(4)]
     journey, actions = begin(context)
     second, _ = begin(context)
-    running[1].prefill_answered(0.1, lease_from_s=0.1, has_params=True)
+    running[1].prefill_responded(0.1, lease_from_s=0.1, has_params=True)
     assert actions == [Action.WAIT, Action.SEND_PREFILL]
     assert journey.prefill_instance is running[1].prefill_instance
     assert second.state is State.WAITING
@@ -189,9 +218,35 @@ def test_requests_that_wait_are_decoded_with_a_local_prefill_when_no_prefill_ins
 def test_a_request_that_fails_again_waits_and_others_pass_it() -> None:
     context = make_context("p1", "p2", "d1")
     running = [begin(context)[0] for _ in range(4)]
-    assert running[0].prefill_failed(0.1, Failure.STATUS, status=503) is Action.WAIT
+    assert running[0].prefill_failed(0.1, Failure.TIMEOUT) is Action.WAIT
     _, actions = begin(context)
     assert actions == [Action.SEND_PREFILL], "on the instance that has failed the other request"
+
+
+def test_an_instance_that_sheds_gets_nobody_who_waits_for_a_while() -> None:
+    """It answers at once and has no work: else everybody would be sent there."""
+    context = make_context("p1", "p2", "p3", "d1")
+    running = [begin(context)[0] for _ in range(6)]
+    _, actions = begin(context)
+    shed = running[0]
+    assert shed.prefill_instance is context.fleet["p1"]
+    shed.prefill_failed(0.1, Failure.STATUS, status=503)
+    assert (actions, context.fleet["p1"].ledger.prefill_legs) == ([Action.WAIT], 1)
+    running[3].client_left(0.1)  # the other request on p1
+    assert (actions, context.fleet["p1"].ledger.prefill_legs) == ([Action.WAIT], 0)
+    context.waiting_room.reconsider(0.1 + SHED_BACKOFF_S)
+    assert actions == [Action.WAIT, Action.SEND_PREFILL]
+
+
+def test_requests_that_wait_do_not_reach_the_decode_instances_at_once_when_prefill_is_gone() -> None:
+    context = make_context("p1", "d1")
+    running = [begin(context)[0] for _ in range(2)]
+    waiting = [begin(context)[1] for _ in range(6)]
+    context.fleet["p1"].serving = False
+    context.waiting_room.reconsider(0.1)
+    assert [actions[-1] for actions in waiting].count(Action.SEND_DECODE) == 2
+    for journey in running:
+        journey.client_left(0.1)
 
 
 def test_a_full_room_fails_the_request() -> None:
@@ -206,7 +261,7 @@ def test_a_client_that_leaves_gives_up_its_place() -> None:
     begin(context), begin(context)
     journey, _ = begin(context)
     assert journey.client_left(0.1) is Action.END
-    assert (len(context.waiting_room), context.waiting_room.bytes) == (0, 0)
+    assert len(context.waiting_room) == 0
 
 
 @pytest.mark.parametrize("waiting", [0, 6])

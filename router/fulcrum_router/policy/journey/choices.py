@@ -1,0 +1,308 @@
+"""The choices of a journey: which instances take its legs, whether it waits, and which flip it asks for.
+
+`machine` calls these where an event leaves something to choose.
+"""
+
+import math
+
+from fulcrum_core.api import conditions
+from fulcrum_core.values import Role
+from fulcrum_router.policy.dispatch import (
+    NO_FLIP_PROPOSALS,
+    Dispatch,
+    DispatchDecision,
+    DispatchReason,
+    FlipProposal,
+    FlipProposalRules,
+    NoInstance,
+    choose_decode,
+    choose_prefill,
+)
+from fulcrum_router.policy.journey.context import V
+from fulcrum_router.policy.journey.protocols import NIXL_PULL, find_protocol
+from fulcrum_router.policy.journey.record import RequestRecord
+from fulcrum_router.policy.journey.states import Action, LocalPrefillReason, State, StopReason
+from fulcrum_router.policy.prediction import predict_ttft
+from fulcrum_router.policy.waiting_room import Departure
+
+MAX_ATTEMPTS = 3
+"""Instances tried for one phase of a request."""
+
+# An attribute of an enum is slow to read.
+_WAITING, _FLIP_REQUESTED, _PREFILL, _DECODE_SENT, _ABORTING, _DONE = (
+    State.WAITING,
+    State.FLIP_REQUESTED,
+    State.PREFILL,
+    State.DECODE_SENT,
+    State.ABORTING,
+    State.DONE,
+)
+_SEND_PREFILL, _SEND_DECODE, _WAIT, _END = Action.SEND_PREFILL, Action.SEND_DECODE, Action.WAIT, Action.END
+_ROLE_BOTH = Role.BOTH
+_PREFILLED_HERE, _WITHIN_SLO = DispatchReason.PREFILLED_HERE, DispatchReason.WITHIN_SLO
+
+
+class JourneyChoices(RequestRecord[V]):
+    """The choices of one request. Times are seconds of one clock, the caller's."""
+
+    __slots__ = ()
+
+    def _seek_prefill(self, now_s: float, rules: FlipProposalRules) -> Action:
+        """Choose a prefill instance; without one, the decode instance computes the prompt."""
+        context = self._context
+        self.source = self.predicted_ttft = None
+        self.local_prefill_reason = reason = self._no_prefill_leg
+        if reason is None and len(self._failed_prefill) >= MAX_ATTEMPTS:
+            reason = LocalPrefillReason.PREFILL_FAILED
+        if reason is None:
+            broken = context.pairs.broken_prefill_instances
+            exclude = self._failed_prefill + broken
+            if context.waiting_room.prefill_ahead_s < math.inf:
+                able, full = self._list_able(now_s, exclude)
+                if full and len(full) == len(able):
+                    return self._wait_for_prefill(now_s, rules, exclude, able)
+                exclude += full
+            decision = choose_prefill(
+                context.fleet.candidates,
+                self.work,
+                now_s=now_s,
+                rules=rules,
+                exclude=exclude,
+                delays=context.pairs.prefill_delays,
+            )
+            if type(decision) is Dispatch:
+                return self._take_prefill(now_s, decision)
+            if type(decision) is FlipProposal:
+                return self._ask_for_flip(now_s, decision)
+            reason = self._explain_no_prefill(broken)
+        self.local_prefill_reason = reason
+        return self._seek_decode(now_s, context.flip_rules)
+
+    def _explain_no_prefill(self, broken: tuple[str, ...]) -> LocalPrefillReason:
+        if broken:
+            return LocalPrefillReason.KV_TRANSFER_BROKEN
+        failed = LocalPrefillReason.PREFILL_FAILED
+        return failed if self._failed_prefill else LocalPrefillReason.NO_PREFILL_INSTANCE
+
+    def _take_prefill(self, now_s: float, decision: Dispatch) -> Action:
+        context = self._context
+        instance = context.fleet[decision.instance]
+        if instance.role is _ROLE_BOTH:  # it prefills within its decode leg
+            return self._seek_decode(now_s, context.flip_rules)
+        protocol = find_protocol(context.protocols, instance.identity) if context.protocols else NIXL_PULL
+        self.protocol = protocol
+        decode = self._reserve_decode(now_s, instance)
+        if decode is None and protocol.decode_chosen_first:
+            self.local_prefill_reason = LocalPrefillReason.UNREADABLE_KV
+            return self._seek_decode(now_s, context.flip_rules)
+        if protocol.fetches_cached:
+            self.cached_on = self._find_cached(instance)
+        self.dispatch_reason = decision.reason
+        ledger, tokens = instance.ledger, self.work.prompt_tokens
+        compute_s = instance.prefill_model.ttft_s(tokens)
+        self._prefill_entry = ledger.add_prefill(tokens=tokens, predicted_s=compute_s, now_s=now_s)
+        self.prefill_instance, self.prefill_open, self.state = instance, True, _PREFILL
+        if not protocol.legs_at_once or decode is None:
+            return _SEND_PREFILL
+        self._release_reservation()
+        self._open_decode(now_s, decode)
+        return Action.SEND_BOTH
+
+    def _find_cached(self, prefill: V) -> V | None:
+        """Find the serving instance that holds most of the prompt, if it holds more than `prefill` does."""
+        cached, candidates = self.work.cached_tokens, self._context.fleet.candidates
+        able = [i for i in (*candidates.decode, *candidates.other_role) if cached.get(i.name)]
+        best = max(able, key=lambda i: (cached[i.name], i.name), default=None)
+        if best is None or cached[best.name] <= cached.get(prefill.name, 0):
+            return None
+        return best
+
+    def _reserve_decode(self, now_s: float, source: V) -> V | None:
+        """Reserve room for the decode leg before `source` computes the prompt, and predict the TTFT.
+
+        None: no other instance can decode. Unless the protocol needs the choice now, it is made again when
+        the prompt is computed: by then another instance may be better.
+        """
+        context, pairs = self._context, self._context.pairs.list_from(source.name)
+        decision = choose_decode(
+            context.fleet.candidates,
+            self.work,
+            now_s=now_s,
+            prefilled_on=source,
+            exclude=self._failed_decode,
+            pairs=pairs,
+        )
+        if type(decision) is not Dispatch:
+            self.predicted_ttft = None
+            return None
+        self.decode_instance = decode = context.fleet[decision.instance]
+        self.predicted_ttft = predict_ttft(self.work, source, decode, now_s=now_s, pairs=pairs)
+        self._reservation = decode.ledger.reserve(tokens=self.work.prompt_tokens)
+        return decode
+
+    def _seek_decode(self, now_s: float, rules: FlipProposalRules) -> Action:
+        """Choose a decode instance, and send the decode leg to it."""
+        decision = self._choose_decode(now_s, rules, source=self.source)
+        if type(decision) is FlipProposal:
+            return self._ask_for_flip(now_s, decision)
+        if type(decision) is NoInstance and self.source is not None:
+            self._discard_prefill(LocalPrefillReason.UNREADABLE_KV)
+            decision = self._choose_decode(now_s, NO_FLIP_PROPOSALS, source=None)
+        if type(decision) is not Dispatch:
+            self.stop_reason = StopReason.NO_INSTANCE
+            return self._end(now_s, Action.FAIL)
+        self.dispatch_reason = decision.reason
+        instance = self._context.fleet[decision.instance]
+        if decision.reason is _PREFILLED_HERE:
+            self._drop_kv()  # it is in the prefix cache of this instance
+        elif self.has_kv and self._is_stale(now_s):
+            self._record_miss(instance, now_s, conditions.LEASE_EXPIRED)
+            self._drop_kv()
+            self.local_prefill_reason = LocalPrefillReason.STALE_KV_TRANSFER
+        return self._open_decode(now_s, instance)
+
+    def _choose_decode(self, now_s: float, rules: FlipProposalRules, *, source: V | None) -> DispatchDecision:
+        context = self._context
+        return choose_decode(
+            context.fleet.candidates,
+            self.work,
+            now_s=now_s,
+            prefilled_on=source,
+            rules=rules,
+            exclude=self._failed_decode,
+            pairs=None if source is None else context.pairs.list_from(source.name),
+        )
+
+    def _open_decode(self, now_s: float, instance: V) -> Action:
+        ledger, tokens = instance.ledger, self.work.prompt_tokens
+        self.decode_was_idle = not ledger.prefill_legs and not ledger.decode_legs
+        self.decode_entry = ledger.add_decode(tokens=tokens)
+        if not self.prefill_open and (self.source is None or self.local_prefill_reason is not None):
+            compute_s = instance.prefill_model.ttft_s(tokens)
+            self._local_entry = ledger.add_local_prefill(tokens=tokens, predicted_s=compute_s, now_s=now_s)
+        self.decode_instance, self.decode_open, self.state = instance, True, _DECODE_SENT
+        return _SEND_DECODE
+
+    # --- the waiting room --------------------------------------------------------------------------
+
+    def _list_able(self, now_s: float, exclude: tuple[str, ...]) -> tuple[list[V], tuple[str, ...]]:
+        """The instances that may compute the prompt, and the names of those that have enough work.
+
+        Without a prefill instance those are the decode instances: what waits must not reach them at once.
+        """
+        context = self._context
+        candidates, ahead_s = context.fleet.candidates, context.waiting_room.prefill_ahead_s
+        able = [i for i in candidates.prefill if i.name not in exclude]
+        if not able:
+            able = [i for i in candidates.decode if i.name not in self._failed_decode]
+        shed_until_s = context.shed_until_s
+        full = [
+            i.name
+            for i in able
+            if (i.ledger.prefill_queued_s >= ahead_s and i.ledger.remaining_s(now_s) >= ahead_s)
+            or shed_until_s.get(i.name, now_s) > now_s
+        ]
+        return able, tuple(full)
+
+    def _wait_for_prefill(
+        self, now_s: float, rules: FlipProposalRules, exclude: tuple[str, ...], able: list[V]
+    ) -> Action:
+        """Join the waiting room; first ask for a flip if the objective is missed behind those who wait."""
+        context, room, work = self._context, self._context.waiting_room, self.work
+        if rules.enabled:
+            backlog_s = room.in_time_prefill_s / len(able)
+            decision = choose_prefill(
+                context.fleet.candidates,
+                work._replace(deadline_s=work.deadline_s - backlog_s),
+                now_s=now_s,
+                rules=rules,
+                exclude=exclude,
+                delays=context.pairs.prefill_delays,
+            )
+            if type(decision) is FlipProposal:
+                return self._ask_for_flip(now_s, decision)
+        if not room.join(self, prefill_s=able[0].prefill_model.ttft_s(work.prompt_tokens)):
+            self.stop_reason = StopReason.FULL
+            return self._end(now_s, Action.FAIL)
+        self.state = _WAITING
+        return _WAIT
+
+    @property
+    def arrival_s(self) -> float:
+        """See `waiting_room.Waiter`."""
+        return self.work.arrival_s
+
+    @property
+    def deadline_s(self) -> float:
+        """See `waiting_room.Waiter`."""
+        return self.work.deadline_s
+
+    @property
+    def excludes_instances(self) -> bool:
+        """See `waiting_room.Waiter`."""
+        return bool(self._failed_prefill)
+
+    def try_to_leave(self, now_s: float, *, late: bool) -> Departure:
+        """See `waiting_room.Waiter`."""
+        context = self._context
+        exclude = self._failed_prefill + context.pairs.broken_prefill_instances
+        able, full = self._list_able(now_s, exclude)
+        if full and len(full) == len(able):
+            return Departure.BLOCKED
+        if not late and not self._can_be_in_time(now_s, exclude + full):
+            return Departure.LATE
+        context.waiting_room.leave(self)
+        action = self._seek_prefill(now_s, NO_FLIP_PROPOSALS)
+        if self.on_moved is not None:
+            self.on_moved(action)
+        return Departure.LEFT
+
+    def _can_be_in_time(self, now_s: float, exclude: tuple[str, ...]) -> bool:
+        context = self._context
+        decision = choose_prefill(
+            context.fleet.candidates,
+            self.work,
+            now_s=now_s,
+            exclude=exclude,
+            delays=context.pairs.prefill_delays,
+        )
+        if type(decision) is Dispatch:
+            return decision.reason is _WITHIN_SLO
+        return now_s < self.work.deadline_s
+
+    # --- flips -------------------------------------------------------------------------------------
+
+    def _ask_for_flip(self, now_s: float, proposal: FlipProposal) -> Action:
+        self.proposal, self.state = proposal, _FLIP_REQUESTED
+        self._asked_at_s, self.wait_until_s = now_s, self._context.flip_waits.end_s(proposal.role, now_s)
+        return Action.ASK_FOR_FLIP
+
+    def _leave_flip_wait(self, now_s: float) -> Action:
+        """Choose again, with or without the flip."""
+        proposal = self.proposal
+        if proposal is not None and proposal.role is Role.PREFILL:
+            return self._seek_prefill(now_s, NO_FLIP_PROPOSALS)
+        return self._seek_decode(now_s, NO_FLIP_PROPOSALS)
+
+    # --- the end -------------------------------------------------------------------------------------
+
+    def _end(self, now_s: float, action: Action) -> Action:
+        """Release everything and end with `action`, after legs that are still in flight were aborted."""
+        if self.state is _DONE:
+            return _END
+        if self.continues and action is Action.FAIL:
+            action = Action.BREAK
+        aborts = self.prefill_open or self.decode_open
+        if self.state is _WAITING:
+            self._context.waiting_room.leave(self)
+        if self._prefill_entry is not None:
+            self._close_prefill(now_s)
+        if self._transfer_entry is not None:
+            self._drop_kv()
+        self._release_decode(now_s)
+        self.decode_open = False
+        if not aborts:
+            self.state = _DONE
+            return action
+        self.state, self._last_action = _ABORTING, action
+        return Action.ABORT_LEGS
