@@ -85,7 +85,7 @@ def _subresources(kind: type[Resource]) -> dict[str, Any]:
 
 
 def _printer_column(printer: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in printer.items() if value != ""}
+    return {key: value for key, value in printer.items() if value not in ("", 0)}
 
 
 def _root_schema(kind: type[Resource]) -> dict[str, Any]:

@@ -316,6 +316,8 @@ class PrinterColumn(ApiModel):
     type: Literal["string", "integer", "number", "date"]
     json_path: str
     description: str = ""
+    priority: int = 0
+    """1: shown by `kubectl get -o wide` only."""
 
 
 class Resource(ApiModel):

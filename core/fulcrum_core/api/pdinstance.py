@@ -107,12 +107,15 @@ class PDInstance(Resource):
     short_name: ClassVar[str] = "pdi"
     immutable_fields: ClassVar[tuple[str, ...]] = ("service", "pool")
     printer_columns: ClassVar[tuple[PrinterColumn, ...]] = (
-        PrinterColumn(name="Service", type="string", json_path=".spec.service"),
+        PrinterColumn(name="Pool", type="string", json_path=".spec.pool"),
         PrinterColumn(name="Role", type="string", json_path=".status.role"),
         PrinterColumn(name="Phase", type="string", json_path=".status.phase"),
         PrinterColumn(name="Reason", type="string", json_path=".status.reason"),
-        PrinterColumn(name="Endpoint", type="string", json_path=".status.endpoint"),
         PrinterColumn(name="Restarts", type="integer", json_path=".status.restarts"),
+        PrinterColumn(name="Service", type="string", json_path=".spec.service", priority=1),
+        PrinterColumn(name="Revision", type="string", json_path=".spec.revision", priority=1),
+        PrinterColumn(name="Endpoint", type="string", json_path=".status.endpoint", priority=1),
+        PrinterColumn(name="Message", type="string", json_path=".status.message", priority=1),
         PrinterColumn(name="Age", type="date", json_path=".metadata.creationTimestamp"),
     )
 

@@ -173,7 +173,8 @@ class AutoscalingSpec(ApiModel):
 
     mode: AutoscalingMode = Field(
         default=AutoscalingMode.AUTO,
-        description="Off: no decisions; Advise: report decisions without acting; Auto: flip (default Auto).",
+        description="'Off' (in quotes: YAML reads a bare Off as false): no decisions; Advise: report "
+        "decisions without acting; Auto: flip (default Auto).",
     )
     policy: Literal["arrow"] = Field(default="arrow", description="Named policy (default arrow).")
     arrow: ArrowSpec = Field(default_factory=ArrowSpec, description="Thresholds of the arrow policy.")
@@ -352,6 +353,12 @@ class PDServiceStatus(ApiModel):
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
     ready: str = Field(default="", description="Serving and desired instances, as 7/8.")
+    reason: str = Field(
+        default="",
+        max_length=64,
+        description="Why the service is degraded or not ready, by the conditions Degraded and Ready; "
+        "otherwise empty.",
+    )
     prefill: RoleStatus = Field(default_factory=RoleStatus, description="Instances that play prefill.")
     decode: RoleStatus = Field(default_factory=RoleStatus, description="Instances that play decode.")
     ratio: str = Field(default="", description="Serving prefill to serving decode instances, as 5:3.")
@@ -408,6 +415,20 @@ class PDService(Resource):
             description="Requests that met TTFT and TPOT in slo.window, in per cent.",
         ),
         PrinterColumn(name="Flips", type="integer", json_path=".status.flips"),
+        PrinterColumn(
+            name="Reason",
+            type="string",
+            json_path=".status.reason",
+            description="Why the service is degraded or not ready; otherwise empty.",
+        ),
+        PrinterColumn(name="Endpoint", type="string", json_path=".status.endpoint", priority=1),
+        PrinterColumn(
+            name="Message",
+            type="string",
+            json_path='.status.conditions[?(@.type=="Degraded")].message',
+            description="The condition Degraded.",
+            priority=1,
+        ),
         PrinterColumn(name="Age", type="date", json_path=".metadata.creationTimestamp"),
     )
 

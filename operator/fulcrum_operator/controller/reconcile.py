@@ -150,7 +150,7 @@ async def _report_failure(key: ServiceKey, context: ReconcileContext, error: Exc
         )
         if _degraded_text(conditions_now) == _degraded_text(service.status.conditions):
             return
-        patch = {"conditions": [condition.dump() for condition in conditions_now]}
+        patch = {"conditions": [condition.dump() for condition in conditions_now], "reason": cause.reason}
         await context.store.patch_status(PDService, key.name, patch, namespace=key.namespace)
         if context.on_failure:
             await context.on_failure(service, cause)

@@ -21,7 +21,7 @@ from tests.kubernetes.control_plane.test_operator_leader import QUIET_S, writes
 from tests.unit.core.router_states import router_state
 from tools.kubernetes.cluster import Cluster
 
-COLUMNS = ["NAME", "MODEL", "ENGINE", "READY", "P", "D", "RATIO", "KV", "SLO", "FLIPS", "AGE"]
+COLUMNS = ["NAME", "MODEL", "ENGINE", "READY", "P", "D", "RATIO", "KV", "SLO", "FLIPS", "REASON", "AGE"]
 
 
 class FakeRouter:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fulcrum_core.api import KINDS, PDAssignment, PDService, QoSTier, Resource
+from fulcrum_core.api import KINDS, PDAssignment, PDInstance, PDService, QoSTier, Resource
 from fulcrum_core.api.crds import build_crd, render_crd
 from fulcrum_core.api.env import KEY_ARGUMENT_MESSAGE, TOKEN_ARGUMENT_MESSAGE, TOKEN_LITERAL_MESSAGE
 from fulcrum_core.api.pdservice import FLOORS_TOO_HIGH_MESSAGE, INVALID_NAME_MESSAGE
@@ -135,6 +135,12 @@ def test_printer_columns_show_existing_fields(kind: type[Resource]) -> None:
     columns = (column["jsonPath"] for column in version(kind)["additionalPrinterColumns"])
     shown = {re.sub(r"\[\?\(@\.type==.*\)\]", "[*]", path.replace("[*]", "{*}")) for path in columns}
     assert shown - known == set()
+
+
+def test_details_of_an_instance_are_wide_columns() -> None:
+    columns = version(PDInstance)["additionalPrinterColumns"]
+    wide = [column["name"] for column in columns if column.get("priority")]
+    assert wide == ["Service", "Revision", "Endpoint", "Message"]
 
 
 @every_kind

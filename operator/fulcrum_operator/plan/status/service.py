@@ -3,12 +3,14 @@
 from collections.abc import Iterable, Mapping
 
 from fulcrum_core.api import (
+    Condition,
     LastDecision,
     PDAssignmentSpec,
     PDInstance,
     PDServiceStatus,
     RoleAssignment,
     RoleStatus,
+    conditions,
 )
 from fulcrum_core.values import Actor, Phase, Role
 from fulcrum_operator.plan.assignment import REFUSED_FOR_S
@@ -57,6 +59,7 @@ def service_status(
     return PDServiceStatus(
         conditions=with_transition_times(service.status.conditions, service_conditions, now_s=observed.now_s),
         ready=f"{ready}/{desired_replicas}",
+        reason=summarize_reason(service_conditions),
         prefill=prefill,
         decode=decode,
         ratio=f"{prefill.ready}:{decode.ready}",
@@ -68,6 +71,13 @@ def service_status(
         model=observed.service.status.model,
         observed_generation=service.metadata.generation,
     )
+
+
+def summarize_reason(found: tuple[Condition, ...]) -> str:
+    """Reason of Degraded if something is broken, else of Ready if the service is not ready; else empty."""
+    bad = ((conditions.DEGRADED, "True"), (conditions.READY, "False"))
+    reasons = (c.reason for type_, status in bad for c in found if (c.type, c.status) == (type_, status))
+    return next(reasons, "")
 
 
 def last_decision(roles: Mapping[str, RoleAssignment], *, refused_for_s: float) -> LastDecision | None:
