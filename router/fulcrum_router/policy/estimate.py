@@ -7,12 +7,12 @@ shape counts: it is scaled to the samples, since hardware may be many times fast
 NaN, infinite and negative samples are ignored.
 """
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fulcrum_core.latency import DecodeModel, PrefillModel
+from fulcrum_router.policy.least_squares import solve_not_negative
 from fulcrum_router.policy.prefill_samples import PrefillSample
 
 DEFAULT_TOKENS_PER_BYTE = 0.25
@@ -140,8 +140,7 @@ _SHORTEST_S, _LONGEST_S = 1e-9, 1e9
 class NonNegativeLeastSquares:
     """Coefficients θ ≥ 0 of y = Σ θ_k·x_k that minimise Σ w·((y − θ·x)/y)²; w decays with a sample's age.
 
-    The normal equations are stored as sums. `solve` tries every subset of coefficients (seven for three
-    coefficients) and returns the best solution without a negative one: exact, and without a library.
+    The normal equations are stored as sums.
     """
 
     __slots__ = (
@@ -187,25 +186,13 @@ class NonNegativeLeastSquares:
 
     def solve(self) -> tuple[float, ...]:
         """Compute the best coefficients for the samples so far."""
-        size = len(self._xty)
         scale = math.exp(self._log_scale / self._log_weight) if self._log_weight else 1.0
         xtx = [
             [a + b / scale**2 for a, b in zip(r, p, strict=True)]
             for r, p in zip(self._xtx, self._prior_xtx, strict=True)
         ]
         xty = [a + b / scale for a, b in zip(self._xty, self._prior_xty, strict=True)]
-        best, best_gain = (0.0,) * size, 0.0
-        for length in range(1, size + 1):
-            for chosen in itertools.combinations(range(size), length):
-                theta = _solve([[xtx[i][j] for j in chosen] for i in chosen], [xty[i] for i in chosen])
-                if theta is None or min(theta) < 0:
-                    continue
-                # At the minimum over a subset of coefficients, the loss is lower than with θ = 0 by θ·(Xᵀy).
-                gain = sum(t * xty[i] for t, i in zip(theta, chosen, strict=True))
-                if gain > best_gain:
-                    by_index = dict(zip(chosen, theta, strict=True))
-                    best, best_gain = tuple(by_index.get(i, 0.0) for i in range(size)), gain
-        return best
+        return solve_not_negative(xtx, xty)
 
     def _accumulate(self, features: Sequence[float], value: float, weight: float) -> None:
         scaled = [x / value for x in features]
@@ -214,25 +201,6 @@ class NonNegativeLeastSquares:
             for j, right in enumerate(scaled):
                 row[j] += weight * left * right
             self._xty[i] += weight * left
-
-
-def _solve(xtx: list[list[float]], xty: list[float]) -> list[float] | None:
-    """Solve a linear system by Gaussian elimination with partial pivoting; None if it is singular."""
-    rows = [[*row, value] for row, value in zip(xtx, xty, strict=True)]
-    size = len(rows)
-    for column in range(size):
-        pivot = max(range(column, size), key=lambda r: abs(rows[r][column]))
-        if abs(rows[pivot][column]) < 1e-12:
-            return None
-        rows[column], rows[pivot] = rows[pivot], rows[column]
-        for r in range(column + 1, size):
-            factor = rows[r][column] / rows[column][column]
-            rows[r] = [a - factor * b for a, b in zip(rows[r], rows[column], strict=True)]
-    theta = [0.0] * size
-    for r in reversed(range(size)):
-        known = sum(rows[r][k] * theta[k] for k in range(r + 1, size))
-        theta[r] = (rows[r][size] - known) / rows[r][r]
-    return theta if all(map(math.isfinite, theta)) else None
 
 
 _REFIT_EVERY = 32
