@@ -49,7 +49,14 @@ STATUSES = [0, 500, 503]
 RETRY_FLOOR = 1
 ANSWERS = frozenset({Action.FAIL, Action.BREAK, Action.END})
 CHARGED = frozenset(
-    {Failure.STATUS, Failure.TIMEOUT, Failure.ABORTED, Failure.MALFORMED, Failure.NO_KV_TRANSFER_PARAMS}
+    {
+        Failure.STATUS,
+        Failure.TIMEOUT,
+        Failure.ABORTED,
+        Failure.MALFORMED,
+        Failure.TOO_LARGE,
+        Failure.NO_KV_TRANSFER_PARAMS,
+    }
 )
 
 

@@ -14,7 +14,7 @@ from fulcrum_core.values import Slo
 from fulcrum_router.policy.dispatch import FlipProposal
 from fulcrum_router.policy.failures import Failure
 from fulcrum_router.policy.intervals import SWEEP_INTERVAL_S
-from fulcrum_router.policy.journey import Action, Journey, JourneyContext, JourneyInstance, State
+from fulcrum_router.policy.journey import Action, Journey, JourneyContext, JourneyInstance
 from fulcrum_router.policy.work import Work
 from fulcrum_simulator.engine import (
     EngineRequest,
@@ -37,7 +37,6 @@ class Outcome(Enum):
     """Before the first token."""
     BROKEN = "broken"
     """After the first token."""
-    CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +133,13 @@ class SimulatedJourneys(Generic[V]):
         *,
         on_token: Callable[[OutputToken], None],
         on_end: Callable[[Outcome], None],
-    ) -> Callable[[], None]:
-        """Serve a request that arrives now; return what its client calls to leave.
+    ) -> None:
+        """Serve a request that arrives now.
 
         `on_end` is called once, at once or later; after it no further token comes.
         """
         run = _Run(self, request, slo, on_token, on_end)
         run.act(run.journey.begin(self.port.now_s()))
-        return run.leave
 
     def assignment_applied(self) -> None:
         """Have the requests that wait for a flip choose again."""
@@ -239,13 +237,6 @@ class _Run:
             self._routing.check_waiting_room()
         else:
             raise NotImplementedError(f"the engine model has no protocol with {action}")
-
-    def leave(self) -> None:
-        """The client disconnects."""
-        if self.journey.state is not State.DONE:
-            self.journey.client_left(self._routing.port.now_s())
-            self._abort_legs()
-            self._on_end(Outcome.CANCELLED)
 
     # --- legs --------------------------------------------------------------------------------------
 
