@@ -91,6 +91,7 @@ class ClientConnection(asyncio.Protocol):
     __slots__ = (
         "_closing",
         "_exchange",
+        "_id_line",
         "_parsed_bytes",
         "_reader",
         "_reading_paused",
@@ -113,6 +114,8 @@ class ClientConnection(asyncio.Protocol):
         self._exchange: Exchange | PassThrough | None = None
         self._request: ClientRequest | None = None
         """The request of the exchange."""
+        self._id_line = b""
+        """End of the status line and the header line with the id of the request, until they are sent."""
         self._parsed_bytes = 0
         """Estimated memory of that request beside its body."""
         self._unread: list[bytes] = []
@@ -304,6 +307,7 @@ class ClientConnection(asyncio.Protocol):
         if client_request.tier is not None and not settings.has_tier(client_request.tier):
             router.counters.unknown_tiers += 1
         self._request = client_request
+        self._id_line = b"\r\nx-request-id: %b\r\n" % client_request.request_id
         kind = Exchange if request.path in _COMPLETION_PATHS else PassThrough
         downstream: Downstream = self
         if request.http_version == b"1.0":
@@ -331,6 +335,9 @@ class ClientConnection(asyncio.Protocol):
     # --- Downstream ----------------------------------------------------------------------------
 
     def write(self, data: bytes) -> None:
+        if self._id_line:  # the first bytes of a response
+            data = data.replace(b"\r\n", self._id_line, 1)
+            self._id_line = b""
         self._transport.write(data)
 
     def release_body(self) -> None:

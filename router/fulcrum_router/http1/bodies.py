@@ -110,11 +110,10 @@ def parse_request_body(raw: bytes, priority: int, *, chat: bool = False) -> Requ
 
 
 def _drop_unread_prompt(fields: dict[str, Any], *, chat: bool) -> dict[str, Any]:
-    """Return the fields without a prompt in a chat, or messages in a completion: the engine reads neither."""
-    unread = "prompt" if chat else "messages"
-    if unread not in fields or (not chat and "prompt" not in fields):
+    """Return the fields without the prompt of a chat, which no engine reads."""
+    if not chat or "prompt" not in fields:
         return fields
-    return {name: value for name, value in fields.items() if name != unread}
+    return {name: value for name, value in fields.items() if name != "prompt"}
 
 
 def _normalise_bools(fields: dict[str, Any]) -> bool:

@@ -38,6 +38,7 @@ _HOP_BY_HOP = (
     b"upgrade:",
     b"te:",
     b"proxy-authenticate:",
+    b"x-request-id:",  # the router sends its own, which it also sent to the engine
 )
 
 

@@ -28,6 +28,7 @@ from tests.integration.router.fake_engines import (
     respond_with_status,
     run_router,
     send_kv_transfer_params,
+    send_source_name,
     settings_with_short_timeouts,
     stream_tokens_then,
 )
@@ -101,6 +102,19 @@ async def test_both_legs_carry_the_same_request_id_and_trace(client: aiohttp.Cli
         assert first == [headers, headers]
         assert len(made) == 1
         assert made != {"mine-1"}
+
+
+@pytest.mark.parametrize("decode", [send_source_name(), respond_with_status(404), respond_with_status(500)])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_each_response_has_the_request_id_once(
+    client: aiohttp.ClientSession, decode: Script, stream: bool
+) -> None:
+    async with run_router(FakeEngine("p1"), FakeEngine("d1", decode=decode)) as world:
+        body, headers = {**PROMPT, "stream": stream}, {"x-request-id": "mine-1"}
+        async with client.post(world.url(), json=body, headers=headers) as response:
+            assert response.headers.getall("x-request-id") == ["mine-1"]
+        async with client.post(world.url(), data=b"{") as response:
+            assert (response.status, len(response.headers.getall("x-request-id"))) == (400, 1)
 
 
 async def test_reserved_fields_are_dropped_and_the_tier_priority_is_set(
