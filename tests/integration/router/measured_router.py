@@ -1,0 +1,117 @@
+"""A router as a process, with its memory and the stalls of its event loop measured, for `bench/`."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+
+from fulcrum_cluster.process import die_with_parent
+from fulcrum_router.options import parse_options
+from fulcrum_router.server import serve
+
+TICK_S = 0.001
+"""Pause between two measurements of the event loop."""
+
+
+@dataclass
+class Stalls:
+    """How long the event loop did not come to its timers, in seconds."""
+
+    turns: int
+    cpu_p9999_s: float
+    """Processor time of the loop's thread between two ticks: what other processes take is not in it."""
+    cpu_max_s: float
+    wall_p9999_s: float
+    wall_max_s: float
+
+
+@dataclass
+class MeasuredRouter:
+    """A running router."""
+
+    process: subprocess.Popen[str]
+    port: int
+    metrics_port: int
+    folder: Path
+
+    def read_rss_bytes(self) -> int:
+        """Read the resident memory of the process."""
+        pages = Path(f"/proc/{self.process.pid}/statm").read_text(encoding="ascii").split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    def read_stalls(self) -> Stalls:
+        """Read the stalls, once the router has ended."""
+        return Stalls(**json.loads((self.folder / "stalls.json").read_text(encoding="utf-8")))
+
+    def end(self) -> None:
+        """End the router and wait for it."""
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(20)
+
+
+@contextlib.asynccontextmanager
+async def run_measured_router(prefill: Sequence[int], decode: Sequence[int]) -> AsyncIterator[MeasuredRouter]:
+    """Run a router over engines at these ports of this machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        static = [f"{role}=" + ",".join(f"127.0.0.1:{port}" for port in ports)
+                  for role, ports in (("prefill", prefill), ("decode", decode)) if ports]  # fmt: skip
+        command = [sys.executable, "-m", __name__, folder, "--service", "tiny", "--static", *static]
+        with open(Path(folder) / "log", "wb") as log:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        assert process.stdout is not None
+        line = await asyncio.to_thread(process.stdout.readline)
+        if not line:
+            raise RuntimeError((Path(folder) / "log").read_text(encoding="utf-8")[-2_000:])
+        ports = json.loads(line)
+        router = MeasuredRouter(process, ports["port"], ports["metrics_port"], Path(folder))
+        try:
+            yield router
+        finally:
+            if process.poll() is None:
+                router.end()
+            process.stdout.close()
+
+
+async def _measure(found: list[tuple[float, float]]) -> None:
+    while True:
+        wall_s, cpu_s = time.monotonic(), time.thread_time()
+        await asyncio.sleep(TICK_S)
+        found.append((time.thread_time() - cpu_s, time.monotonic() - wall_s - TICK_S))
+
+
+async def _run(folder: Path, arguments: Sequence[str]) -> None:
+    stopped, found = asyncio.Event(), list[tuple[float, float]]()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    begun = asyncio.Event()
+
+    def announce(**ports: int) -> None:
+        print(json.dumps(ports), flush=True)
+        begun.set()
+
+    async def measure() -> None:
+        await begun.wait()
+        await _measure(found)
+
+    measuring = asyncio.create_task(measure())
+    await serve(parse_options(arguments), stopped, announce=announce)
+    measuring.cancel()
+    cpu, wall = (sorted(values) for values in zip(*found, strict=True))
+    rank = min(len(found) - 1, int(0.9999 * len(found)))
+    stalls = {"turns": len(found), "cpu_p9999_s": cpu[rank], "cpu_max_s": cpu[-1],
+              "wall_p9999_s": wall[rank], "wall_max_s": wall[-1]}  # fmt: skip
+    (folder / "stalls.json").write_text(json.dumps(stalls), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    uvloop.run(_run(Path(sys.argv[1]), sys.argv[2:]))
