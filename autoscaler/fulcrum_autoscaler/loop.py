@@ -19,8 +19,8 @@ from fulcrum_autoscaler.policy import (
     AutoscalingRules,
     DecisionAction,
     FlipDecision,
-    MonitorState,
     Observation,
+    PolicyState,
     Trigger,
     decide_on_flip_request,
     decide_on_tick,
@@ -45,7 +45,7 @@ WRITE_ATTEMPTS_MAX = 4
 FLIP_REQUEST_POLL_S = 5.0
 """Longest wait of one poll for a flip request: a router on a lost node never responds."""
 
-DecisionFunction = Callable[[Observation, AutoscalingRules, float], tuple[MonitorState, FlipDecision]]
+DecisionFunction = Callable[[Observation, AutoscalingRules, float], tuple[PolicyState, FlipDecision]]
 
 
 class ServiceObjects(Protocol):
@@ -103,7 +103,7 @@ class ServiceAutoscaler:
     ) -> None:
         self._objects, self._store, self._router = objects, store, router
         self._clock, self._history, self._metrics = clock, history, metrics
-        self._monitor_state = MonitorState()
+        self._policy_state = PolicyState()
         self._decision_lock = asyncio.Lock()
 
     async def run(self) -> None:
@@ -113,29 +113,22 @@ class ServiceAutoscaler:
             tasks.create_task(self._handle_flip_requests())
 
     async def tick(self) -> FlipDecision:
-        """Run the monitor (Arrow's Algorithm 2) once and write the flip that it decides on."""
+        """Let the service's policy decide once, and write the flips that it decides on."""
         return await self._decide_and_record(
             Trigger.TICK,
             lambda observation, rules, now_s: decide_on_tick(
-                self._monitor_state, observation, rules, now_s=now_s
+                self._policy_state, observation, rules, now_s=now_s
             ),
         )
 
     async def handle_flip_request(self, request: FlipRequest) -> FlipDecision:
-        """Decide on one flip request of the router and write the flip.
-
-        A flip resets the monitor: its consecutive ticks were counted under the old split.
-        """
-
-        def decide(
-            observation: Observation, rules: AutoscalingRules, now_s: float
-        ) -> tuple[MonitorState, FlipDecision]:
-            decision = decide_on_flip_request(request, observation, rules, now_s=now_s)
-            return (
-                MonitorState() if decision.action is DecisionAction.FLIP else self._monitor_state
-            ), decision
-
-        return await self._decide_and_record(Trigger.FLIP_REQUEST, decide)
+        """Decide on one flip request of the router and write the flip."""
+        return await self._decide_and_record(
+            Trigger.FLIP_REQUEST,
+            lambda observation, rules, now_s: decide_on_flip_request(
+                self._policy_state, request, observation, rules, now_s=now_s
+            ),
+        )
 
     async def handle_next_flip_request(self, after: int) -> int:
         """Wait for a flip request with a sequence number above `after`, handle it, return the next `after`.
@@ -183,7 +176,8 @@ class ServiceAutoscaler:
         self._history.record(decision)
         self._metrics.record_decision(decision)
         if decision.action is DecisionAction.FLIP:
-            log.info("instance flipped", instance=decision.instance, to=decision.to, reason=decision.reason)
+            instances = (decision.instance, *decision.others)
+            log.info("instances flipped", instances=instances, to=decision.to, reason=decision.reason)
         return decision
 
     async def _decide_and_write(self, trigger: Trigger, decide: DecisionFunction) -> FlipDecision:
@@ -195,12 +189,12 @@ class ServiceAutoscaler:
             service.spec, self._objects.pools(), self._objects.instances()
         )
         rules = AutoscalingRules.from_spec(service.spec, assignment_rules=assignment_rules)
-        monitor_state, decision = self._monitor_state, self._hold_decision(trigger, "not decided yet")
+        policy_state, decision = self._policy_state, self._hold_decision(trigger, "not decided yet")
 
         async def propose(current: PDAssignment) -> PDAssignmentSpec | None:
-            nonlocal monitor_state, decision
+            nonlocal policy_state, decision
             observation = await self._observe(current)
-            monitor_state, decision = decide(observation, rules, self._clock.now_s())
+            policy_state, decision = decide(observation, rules, self._clock.now_s())
             if decision.action is not DecisionAction.FLIP:
                 return None
             return propose_assignment(current.spec, decision)
@@ -225,7 +219,7 @@ class ServiceAutoscaler:
             return _refuse_unwritten(decision, f"the store did not accept the write: {error}")
         if update.refusal:
             return _refuse_unwritten(decision, f"the serving instances have changed: {update.refusal}")
-        self._monitor_state = monitor_state
+        self._policy_state = policy_state
         return decision
 
     async def _observe(self, assignment: PDAssignment) -> Observation:

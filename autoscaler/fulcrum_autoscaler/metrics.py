@@ -87,7 +87,9 @@ class ServiceMetrics:
         trigger = decision.trigger
         self._families.decisions.labels(**self._labels, action=decision.action, trigger=trigger).inc()
         if decision.action is DecisionAction.FLIP and decision.to is not None:
-            self._families.flips.labels(**self._labels, to=decision.to, trigger=trigger).inc()
+            self._families.flips.labels(**self._labels, to=decision.to, trigger=trigger).inc(
+                1 + len(decision.others)
+            )
         loads = decision.loads or Loads(prefill=None, decode=None)
         for role, load in ((Role.PREFILL, loads.prefill), (Role.DECODE, loads.decode)):
             self._families.load.labels(**self._labels, role=role).set(load.low if load else _UNKNOWN)

@@ -183,7 +183,7 @@ def simulate(
     instances: Annotated[int, typer.Option(help="Number of instances.")] = 8,
     profile: Annotated[str, typer.Option(help="Engine profile: a name or a YAML file.")] = "l70-h100-tp4",
     policy: Annotated[
-        str, typer.Option(help="arrow, static:xPyD, static:best, colocated, clairvoyant or another.")
+        str, typer.Option(help="arrow, balanced, static:xPyD, static:best, clairvoyant or another.")
     ] = "arrow",
     compare: Annotated[
         str | None, typer.Option(help="Compare these policies, separated by commas, instead of running one.")

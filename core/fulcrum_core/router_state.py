@@ -49,6 +49,22 @@ class InstanceState(_WireModel):
         default=0.0, description="Unix time of the request that read engine_requests."
     )
 
+    reserved_tokens: int = Field(
+        default=0, description="KV tokens of prompts that are computed elsewhere and will be decoded here."
+    )
+    engine_waiting: int | None = Field(
+        default=None, description="Requests that wait in the engine, by its count; None: not reported."
+    )
+    kv_capacity_tokens: int | None = Field(
+        default=None, description="Tokens that the engine's KV cache holds; None: not reported."
+    )
+    itl_intercept_s: float | None = Field(
+        default=None, description="Predicted inter-token latency of an empty batch; None: not learned."
+    )
+    itl_slope_s: float | None = Field(
+        default=None, description="Predicted inter-token latency per KV token of the batch."
+    )
+
     def is_idle(self, *, since_s: float) -> bool:
         """Whether nothing is in flight: by the ledger, and by the engine's count as of `since_s` or later.
 
@@ -83,6 +99,17 @@ class TierState(_WireModel):
         Cancelled and invalid requests count as neither.
         """
         return self.ok + self.failed + self.broken + self.left_late
+
+
+class DemandState(_WireModel):
+    """Work of the requests that arrived since the router started; two snapshots give the rates between."""
+
+    requests: int
+    prefill_s: float = Field(description="Predicted time to compute their prompts, in seconds.")
+    output_tokens: float = Field(description="Output tokens, as predicted on arrival.")
+    token_steps: float = Field(
+        description="KV tokens in use summed over decode steps: output times (prompt + output / 2)."
+    )
 
 
 class PairState(_WireModel):
@@ -131,6 +158,9 @@ class RouterState(_WireModel):
         description="Requests decoded without a prefill leg because no prefill instance responded."
     )
     tiers: tuple[TierState, ...]
+    demand: DemandState | None = Field(
+        default=None, description="Work that has arrived; None: an older router."
+    )
     pairs: tuple[PairState, ...] = Field(
         default=(),
         description="Pairs of prefill and decode instances; if there are very many, the most relevant.",

@@ -67,6 +67,15 @@ class AutoscalingMode(StrEnum):
     AUTO = "Auto"
 
 
+class FlipPolicy(StrEnum):
+    """The rule by which the autoscaler flips instances."""
+
+    ARROW = "arrow"
+    """One instance at a time, on loads above thresholds (Arrow, Algorithms 1 to 3)."""
+    BALANCED = "balanced"
+    """To the split that best meets the work in flight and the work to come."""
+
+
 class DispatchMode(StrEnum):
     """When a request is given to a prefill instance."""
 

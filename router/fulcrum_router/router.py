@@ -11,7 +11,7 @@ import time
 
 import structlog
 
-from fulcrum_core.values import AutoscalingMode
+from fulcrum_core.values import AutoscalingMode, FlipPolicy
 from fulcrum_router.counters import PREFILL, Counters
 from fulcrum_router.fleet.flip_requests import AppliedAssignment, FlipRequests
 from fulcrum_router.fleet.instances import Fleet, Instance
@@ -75,9 +75,10 @@ class Router:
         """
         self.settings = settings
         self.journeys.waiting_room.prefill_ahead_s = settings.prefill_ahead_s
-        self.journeys.flip_waits.enabled = settings.autoscaling_mode is AutoscalingMode.AUTO
+        mode, arrow = settings.autoscaling_mode, settings.flip_policy is FlipPolicy.ARROW
+        self.journeys.flip_waits.enabled = mode is AutoscalingMode.AUTO and arrow
         self.journeys.flip_rules = FlipProposalRules(
-            enabled=settings.autoscaling_mode is not AutoscalingMode.OFF,
+            enabled=mode is not AutoscalingMode.OFF and arrow,
             max_decode_load=settings.max_decode_load,
             to_decode_cooldown_until_s=-math.inf
             if last_prefill_to_decode_s is None

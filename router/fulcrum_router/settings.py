@@ -11,7 +11,7 @@ from typing import Self
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.api.qostier import QoSTier
 from fulcrum_core.api.router import TimeoutsSpec
-from fulcrum_core.values import AutoscalingMode, DispatchMode, Slo
+from fulcrum_core.values import AutoscalingMode, DispatchMode, FlipPolicy, Slo
 
 DEFAULT_TIER = "default"
 """Name of the tier of requests that name none; its SLO is the service's own."""
@@ -65,6 +65,7 @@ class ServiceSettings:
     """Tiers by name, as far as the service lists them and they exist."""
     autoscaling_mode: AutoscalingMode = AutoscalingMode.OFF
     """OFF, too, while flips are paused."""
+    flip_policy: FlipPolicy = FlipPolicy.ARROW
     max_decode_load: float = 0.5
     """See `FlipProposalRules.max_decode_load`."""
     prefill_to_decode_cooldown_s: float = 0.0
@@ -98,6 +99,7 @@ def resolve_settings(service: PDService, tiers: Iterable[QoSTier]) -> ServiceSet
         default_tier=Tier(DEFAULT_TIER, slo),
         tiers={name: _resolve_tier(known[name], slo) for name in spec.qos_tiers if name in known},
         autoscaling_mode=mode,
+        flip_policy=spec.autoscaling.policy,
         max_decode_load=spec.autoscaling.arrow.shrink,
         prefill_to_decode_cooldown_s=spec.autoscaling.flip.prefill_to_decode_cooldown,
         prefill_ahead_s=dispatch.prefill_ahead if dispatch.mode is DispatchMode.QUEUE else math.inf,

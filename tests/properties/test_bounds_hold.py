@@ -32,7 +32,7 @@ def draw_burst(rng: random.Random, *, rate_rps: float, output: int) -> list[Work
     return list(bursts)
 
 
-@pytest.mark.parametrize("policy", ["arrow", "static:3P1D", "static:1P3D"])
+@pytest.mark.parametrize("policy", ["arrow", "balanced", "static:3P1D", "static:1P3D"])
 @pytest.mark.parametrize(("rate_rps", "output"), [(10.0, 4), (25.0, 4), (8.0, 120)])
 def test_no_policy_exceeds_a_bound(policy: str, rate_rps: float, output: int, seed: int) -> None:
     rng = random.Random(seed)

@@ -12,15 +12,14 @@ from fulcrum_autoscaler.policy import (
     DecisionAction,
     MonitorState,
     Observation,
-    decide_on_flip_request,
-    decide_on_tick,
     measure_loads,
     propose_assignment,
 )
+from fulcrum_autoscaler.policy.arrow import decide_on_flip_request, decide_on_tick
 from fulcrum_core.api.pdassignment import Floors, PDAssignmentSpec, Refusal, RoleAssignment
 from fulcrum_core.assignment import AssignmentRules, list_assigned, may_apply
 from fulcrum_core.router_state import FlipRequest, InstanceState
-from fulcrum_core.values import Actor, AutoscalingMode, Role, Slo
+from fulcrum_core.values import Actor, AutoscalingMode, FlipPolicy, Role, Slo
 from tests.unit.core.router_states import router_state
 
 NOW_S = 1_000_000.0
@@ -90,6 +89,7 @@ def autoscaling_rules(draw: st.DrawFn) -> AutoscalingRules:
     shrink = draw(st.floats(0, 1))
     return AutoscalingRules(
         mode=draw(st.sampled_from(AutoscalingMode)),
+        policy=FlipPolicy.ARROW,
         paused=draw(st.sampled_from([False, False, True])),
         slo=Slo(ttft_s=1.0, tpot_s=0.1),
         expand=shrink + draw(st.floats(0.01, 2)),

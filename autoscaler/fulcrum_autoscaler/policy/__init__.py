@@ -1,14 +1,10 @@
-"""The flip policy: Arrow's Algorithms 2 and 3 as pure functions.
+"""The flip policies, arrow (its Algorithms 2 and 3) and balanced, as pure functions.
 
 Used by the autoscaler's loop in production and by the tests of the whole control loop. No I/O, no clock.
 """
 
-from fulcrum_autoscaler.policy.arrow import (
-    MonitorState,
-    decide_on_flip_request,
-    decide_on_tick,
-    propose_assignment,
-)
+from fulcrum_autoscaler.policy.arrow import MonitorState, propose_assignment
+from fulcrum_autoscaler.policy.decide import PolicyState, decide_on_flip_request, decide_on_tick
 from fulcrum_autoscaler.policy.decisions import DecisionAction, FlipDecision, RejectedInstance, Trigger
 from fulcrum_autoscaler.policy.loads import Load, Loads, measure_loads
 from fulcrum_autoscaler.policy.observation import AutoscalingRules, Observation
@@ -23,6 +19,7 @@ __all__ = [
     "MonitorState",
     "NoVictim",
     "Observation",
+    "PolicyState",
     "RejectedInstance",
     "Trigger",
     "Victim",

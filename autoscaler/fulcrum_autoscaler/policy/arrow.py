@@ -40,7 +40,7 @@ def decide_on_tick(
     with the prefill load LP and the decode load LD. A tick without usable router state resets the count of
     ticks.
     """
-    blocked = _hold_if_blocked(observation, rules, Trigger.TICK, now_s=now_s)
+    blocked = hold_if_blocked(observation, rules, Trigger.TICK, now_s=now_s)
     if blocked:
         return MonitorState(), blocked
     loads = measure_loads(observation, rules.slo)
@@ -72,7 +72,7 @@ def decide_on_flip_request(
     instances could not take over the prefilled requests, which would occupy KV cache without progress. The
     cooldown applies to flips to decode only.
     """
-    blocked = _hold_if_blocked(observation, rules, Trigger.FLIP_REQUEST, now_s=now_s)
+    blocked = hold_if_blocked(observation, rules, Trigger.FLIP_REQUEST, now_s=now_s)
     if blocked:
         return blocked
     loads = measure_loads(observation, rules.slo)
@@ -89,7 +89,7 @@ def decide_on_flip_request(
 
 
 def propose_assignment(current: PDAssignmentSpec, decision: FlipDecision) -> PDAssignmentSpec:
-    """Return `current` with the flip of `decision` applied.
+    """Return `current` with the flips of `decision` applied.
 
     Raises:
         ValueError: if the decision flips no instance.
@@ -97,12 +97,15 @@ def propose_assignment(current: PDAssignmentSpec, decision: FlipDecision) -> PDA
     if decision.instance is None or decision.to is None:
         raise ValueError(f"a decision to {decision.action} proposes no flip")
     reason = decision.reason[:REASON_MAX]
-    return with_autoscaler_flip(current, decision.instance, decision.to, reason=reason, now_s=decision.at_s)
+    for instance in (decision.instance, *decision.others):
+        current = with_autoscaler_flip(current, instance, decision.to, reason=reason, now_s=decision.at_s)
+    return current
 
 
-def _hold_if_blocked(
+def hold_if_blocked(
     observation: Observation, rules: AutoscalingRules, trigger: Trigger, *, now_s: float
 ) -> FlipDecision | None:
+    """Hold if no policy may decide now: autoscaling is off or paused, or the observation is not usable."""
     if rules.mode is AutoscalingMode.OFF:
         return _hold(observation, trigger, "autoscaling is off", now_s=now_s)
     if rules.paused:

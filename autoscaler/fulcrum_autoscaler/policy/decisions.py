@@ -46,6 +46,8 @@ class FlipDecision:
     trigger: Trigger
     reason: str
     instance: str | None = None
+    others: tuple[str, ...] = ()
+    """Instances that flip to the same role by the same write."""
     to: Role | None = None
     loads: Loads | None = None
     consecutive_ticks: int = 0

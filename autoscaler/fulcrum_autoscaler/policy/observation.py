@@ -9,7 +9,7 @@ from fulcrum_core.api.pdassignment import PDAssignmentSpec
 from fulcrum_core.api.pdservice import PDServiceSpec
 from fulcrum_core.assignment import AssignmentRules, list_assigned
 from fulcrum_core.router_state import InstanceState, RouterState
-from fulcrum_core.values import AutoscalingMode, Role, Slo
+from fulcrum_core.values import AutoscalingMode, FlipPolicy, Role, Slo
 
 STALE_AFTER_INTERVALS = 3
 """No flip is decided on router state older than this many tick intervals."""
@@ -20,6 +20,7 @@ class AutoscalingRules:
     """The autoscaling settings of a PDService, in the units of the policy."""
 
     mode: AutoscalingMode
+    policy: FlipPolicy
     paused: bool
     slo: Slo
     expand: float
@@ -37,6 +38,7 @@ class AutoscalingRules:
         scaling = spec.autoscaling
         return cls(
             mode=scaling.mode,
+            policy=scaling.policy,
             paused=scaling.flip.paused,
             slo=spec.slo.to_slo(),
             expand=scaling.arrow.expand,

@@ -29,7 +29,12 @@ class NoVictim:
 
 
 def choose_victim(
-    observation: Observation, to: Role, rules: AutoscalingRules, *, now_s: float
+    observation: Observation,
+    to: Role,
+    rules: AutoscalingRules,
+    *,
+    now_s: float,
+    base: PDAssignmentSpec | None = None,
 ) -> Victim | NoVictim:
     """Choose the cheapest instance that may flip to the role `to`. Ties go to the first name.
 
@@ -37,6 +42,8 @@ def choose_victim(
     cost of a prefill instance is (has no decode work, queued prefill seconds), that of a decode instance (has
     no prefill work, resident tokens). So an instance that still works for the other role goes first, then the
     one with the least work.
+
+    The change is judged against `base`, the assignment that is written over, if further flips are part of it.
 
     Cordoned instances and instances that do not serve are no candidates. Candidates that `may_apply` refuses
     (pin, earlier refusal, fixed pool, cooldown, floor) are skipped and reported with the reason.
@@ -50,7 +57,7 @@ def choose_victim(
     rejected: list[RejectedInstance] = []
     for index, state in enumerate(candidates):
         verdict = may_apply(
-            observation.assignment,
+            base or observation.assignment,
             with_autoscaler_flip(observation.assignment, state.name, to, reason="", now_s=now_s),
             observation.confirmed_serving,
             rules.assignment_rules,

@@ -87,7 +87,7 @@ def decisions_from_assignment(
     """
     groups: dict[tuple[Actor, str, str, int], list[tuple[str, float]]] = {}
     for name, entry in sorted(assignment.spec.roles.items()) if assignment else ():
-        if not any(d["instance"] == name and abs(d["at_s"] - entry.since) < 1 for d in decisions):
+        if not any(name in _names(d) and abs(d["at_s"] - entry.since) < 1 for d in decisions):
             key = (entry.by, entry.role.value, entry.reason, int(entry.since))
             groups.setdefault(key, []).append((name, entry.since))
     return [
@@ -117,7 +117,8 @@ def first_roles(
         return []
     first_flips: dict[str, DecisionRecord] = {}
     for flip in sorted(flips, key=lambda decision: decision["at_s"]):
-        first_flips.setdefault(flip["instance"], flip)
+        for name in _names(flip):
+            first_flips.setdefault(name, flip)
     created = ((i.metadata.name, i.metadata.creation_timestamp) for i in instances)
     return [
         {
@@ -158,13 +159,20 @@ def _group_holds(decisions: Sequence[DecisionRecord]) -> list[list[DecisionRecor
     return runs
 
 
+def _names(decision: DecisionRecord) -> tuple[str, ...]:
+    """Return the instances that the decision flips."""
+    first = decision["instance"]
+    return (first, *decision.get("others", ())) if first else ()
+
+
 def _format_clock(decision: DecisionRecord) -> str:
     at_s = decision["at_s"]
     return f"{time.strftime('%H:%M:%S', time.localtime(at_s))}.{int(at_s * 10 % 10)}"
 
 
 def _format_headline(decision: DecisionRecord) -> str:
-    change = f"{decision['instance']} → {decision['to']}: " if decision["instance"] else ""
+    names = _names(decision)
+    change = f"{', '.join(names)} → {decision['to']}: " if names else ""
     numbers = ", ".join(_format_numbers(decision))
     return f"{_format_clock(decision)}  {decision['action']:7} {change}{decision['reason']}  [{numbers}]"
 

@@ -29,7 +29,7 @@ from fulcrum_core.api.pod_template import PodTemplatePatch, find_template_proble
 from fulcrum_core.api.qostier import SloSpec
 from fulcrum_core.api.replacement import DisruptionSpec, DrainSpec, RolloutSpec
 from fulcrum_core.api.router import RouterSpec
-from fulcrum_core.values import AutoscalingMode
+from fulcrum_core.values import AutoscalingMode, FlipPolicy
 
 DEFAULT_INSTANCES = 2
 
@@ -176,8 +176,15 @@ class AutoscalingSpec(ApiModel):
         description="'Off' (in quotes: YAML reads a bare Off as false): no decisions; Advise: report "
         "decisions without acting; Auto: flip (default Auto).",
     )
-    policy: Literal["arrow"] = Field(default="arrow", description="Named policy (default arrow).")
-    arrow: ArrowSpec = Field(default_factory=ArrowSpec, description="Thresholds of the arrow policy.")
+    policy: FlipPolicy = Field(
+        default=FlipPolicy.ARROW,
+        description="arrow: flip one instance when a load crosses a threshold; balanced: flip to the split "
+        "that the work in flight and the arriving work need (default arrow).",
+    )
+    arrow: ArrowSpec = Field(
+        default_factory=ArrowSpec,
+        description="Thresholds of the arrow policy; its interval is that of every policy.",
+    )
     flip: FlipSpec = Field(default_factory=FlipSpec, description="When and how instances flip.")
     scale: ScaleSpec = Field(default_factory=ScaleSpec, description="Who writes the replicas of the pools.")
 

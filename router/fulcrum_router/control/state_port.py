@@ -35,6 +35,7 @@ def build_router_state(router: Router, *, now_s: float) -> RouterState:
         tiers=tuple(
             _build_tier_state(name, counters) for name, counters in sorted(router.counters.tiers.items())
         ),
+        demand=router.journeys.demand.snapshot(),
         pairs=tuple(
             _build_pair_state(key, pair, time.monotonic()) for key, pair in router.pairs.list_reported()
         ),
@@ -58,6 +59,11 @@ def _build_instance_state(router: Router, instance: Instance) -> InstanceState:
         missed_probes=instance.missed_probes,
         engine_requests=None if instance.health.ejected else instance.engine_requests,
         engine_read_at_s=instance.engine_read_at_s,
+        reserved_tokens=ledger.reserved_tokens,
+        engine_waiting=instance.engine_waiting,
+        kv_capacity_tokens=instance.kv_capacity_tokens,
+        itl_intercept_s=instance.decode_model.intercept,
+        itl_slope_s=instance.decode_model.slope,
     )
 
 

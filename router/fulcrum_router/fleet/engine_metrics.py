@@ -23,6 +23,7 @@ _PROMPT_TOKENS, _OUTPUT_TOKENS = b"vllm:prompt_tokens_total", b"vllm:generation_
 _RUNNING, _WAITING = b"vllm:num_requests_running", b"vllm:num_requests_waiting"
 _CACHE_CONFIG = b"\nvllm:cache_config_info{"
 _BLOCK_SIZE = re.compile(rb'\bblock_size="(\d{1,9})"')
+_KV_BLOCKS = re.compile(rb'\bnum_gpu_blocks="(\d{1,9})"')
 
 
 def sum_samples(text: bytes, name: bytes) -> float | None:
@@ -67,10 +68,26 @@ def _add(one: float | None, other: float | None) -> float | None:
     return total if math.isfinite(total) else None
 
 
+def read_waiting_count(text: bytes) -> int | None:
+    """Read the number of requests that wait in an engine; None if the exposition does not contain it."""
+    waiting = sum_samples(text, _WAITING)
+    return None if waiting is None else int(waiting)
+
+
 def read_block_size(text: bytes) -> int | None:
     """Read the engine's KV block size in tokens; None if the exposition does not contain it."""
+    return _read_cache_config(text, _BLOCK_SIZE)
+
+
+def read_kv_capacity(text: bytes) -> int | None:
+    """Read how many tokens the engine's KV cache holds; None if the exposition does not contain it."""
+    size, blocks = read_block_size(text), _read_cache_config(text, _KV_BLOCKS)
+    return None if size is None or blocks is None else size * blocks
+
+
+def _read_cache_config(text: bytes, label: re.Pattern[bytes]) -> int | None:
     start = text.find(_CACHE_CONFIG) + 1
-    found = _BLOCK_SIZE.search(text, start, text.find(b"\n", start)) if start else None
+    found = label.search(text, start, text.find(b"\n", start)) if start else None
     return int(found[1]) if found else None
 
 

@@ -62,12 +62,14 @@ class Instance(LearningInstance):
         "decode_header",
         "engine_read_at_s",
         "engine_requests",
+        "engine_waiting",
         "error_share",
         "expired_transfers",
         "former_pools",
         "health",
         "incoming_transfers",
         "itl_s",
+        "kv_capacity_tokens",
         "kv_lease_s",
         "kv_usage",
         "missed_probes",
@@ -120,6 +122,10 @@ class Instance(LearningInstance):
         """Mean inter-token latency over the last probe interval, in seconds; None: not reported."""
         self.kv_usage: float | None = None
         """Used fraction of the KV cache."""
+        self.kv_capacity_tokens: int | None = None
+        """Tokens that the engine's KV cache holds; None: not reported."""
+        self.engine_waiting: int | None = None
+        """Requests that wait in the engine for a place or for KV blocks; None: not reported."""
         self.expired_transfers: float | None = None
         """Transfers that expired on the engine since its start, as last read."""
         self.engine_requests: int | None = None
@@ -181,6 +187,7 @@ class Instance(LearningInstance):
         self.error_share = 0.0
         self.missed_probes = 0
         self.itl_s = self.kv_usage = self.expired_transfers = None
+        self.engine_waiting = self.kv_capacity_tokens = None
         self.reports_cached_tokens, self.cache_salt, self.reported_block_size = False, "", None
         self.incoming_transfers = PendingTransfers()
         self.tokens_computed, self.progress_at_s = None, 0.0

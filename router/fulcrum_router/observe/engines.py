@@ -18,8 +18,10 @@ from fulcrum_router.fleet.engine_metrics import (
     KV_USAGE,
     fetch_page,
     read_block_size,
+    read_kv_capacity,
     read_request_count,
     read_tokens_computed,
+    read_waiting_count,
     sum_samples,
 )
 from fulcrum_router.fleet.instances import Fleet, Instance
@@ -144,6 +146,10 @@ class EngineProber:
         instance.engine_requests, instance.engine_read_at_s = read_request_count(text), requested_at_s
         instance.record_progress(read_tokens_computed(text), now_s=time.monotonic())
         instance.kv_usage = sum_samples(text, KV_USAGE)
+        instance.engine_waiting, instance.kv_capacity_tokens = (
+            read_waiting_count(text),
+            read_kv_capacity(text),
+        )
         instance.expired_transfers = sum_samples(text, EXPIRED_TRANSFERS)
         _update_block_size(instance, text)
         return _update_latency(instance, text, previous)
@@ -153,6 +159,7 @@ class EngineProber:
             return  # the endpoint changed during the request: another engine failed
         instance.missed_probes += 1
         instance.itl_s = instance.kv_usage = instance.engine_requests = None
+        instance.engine_waiting = None
         if instance.missed_probes < MISSED_PROBES_TO_EJECT and failure is not Failure.UNREACHABLE:
             return
         if instance.health.eject(

@@ -168,11 +168,13 @@ class PrefillEntry:
 class DecodeEntry:
     """One decode leg, with the tokens of its prompt and its output so far."""
 
-    __slots__ = ("_ledger", "_tokens")
+    __slots__ = ("_ledger", "_tokens", "output_tokens")
 
     def __init__(self, ledger: Ledger, tokens: int) -> None:
         self._ledger: Ledger | None = ledger
         self._tokens = tokens
+        self.output_tokens = 0
+        """Output tokens so far."""
         ledger.decode_legs += 1
         ledger.decode_tokens += tokens
 
@@ -181,6 +183,7 @@ class DecodeEntry:
         ledger = self._ledger
         if ledger is not None:
             self._tokens += tokens
+            self.output_tokens += tokens
             ledger.decode_tokens += tokens
 
     def release(self) -> None:

@@ -13,8 +13,8 @@ from fulcrum_autoscaler.policy import (
     AutoscalingRules,
     DecisionAction,
     FlipDecision,
-    MonitorState,
     Observation,
+    PolicyState,
     decide_on_flip_request,
     decide_on_tick,
     propose_assignment,
@@ -55,7 +55,7 @@ class SimulatedAutoscaler:
         self._router, self._assignment, self._rules, self._serving = router, assignment, rules, serving
         self._state_age_s, self._flip_latency_s = state_age_s, flip_latency_s
         self._generation = router.generation
-        self._monitor_state = MonitorState()
+        self._policy_state = PolicyState()
         self._handled_seq = 0
         self._handling = False
         router.on_flip_request = self._read_flip_request
@@ -72,8 +72,8 @@ class SimulatedAutoscaler:
         self._schedule(self._rules.interval_s, self._tick)
 
     def _decide_on_tick(self, state: RouterState) -> None:
-        self._monitor_state, decision = decide_on_tick(
-            self._monitor_state, self._observe(state), self._rules, now_s=self._router.events.now_s
+        self._policy_state, decision = decide_on_tick(
+            self._policy_state, self._observe(state), self._rules, now_s=self._router.events.now_s
         )
         self._carry_out(decision)
 
@@ -88,11 +88,9 @@ class SimulatedAutoscaler:
         self._schedule(self._state_age_s, partial(self._decide_on_request, request, self._router.report()))
 
     def _decide_on_request(self, request: FlipRequest, state: RouterState) -> None:
-        decision = decide_on_flip_request(
-            request, self._observe(state), self._rules, now_s=self._router.events.now_s
+        self._policy_state, decision = decide_on_flip_request(
+            self._policy_state, request, self._observe(state), self._rules, now_s=self._router.events.now_s
         )
-        if decision.action is DecisionAction.FLIP:
-            self._monitor_state = MonitorState()
         self._carry_out(decision)
         if decision.action is DecisionAction.FLIP:
             wait_s = min(self._flip_latency_s, ACKNOWLEDGEMENT_TIMEOUT_S)
@@ -125,13 +123,14 @@ class SimulatedAutoscaler:
             return
         self._assignment = propose_assignment(self._assignment, decision)
         self._generation += 1
-        self.flips.append(
+        self.flips.extend(
             SimulatedFlip(
                 at_s=decision.at_s,
-                instance=decision.instance,
+                instance=instance,
                 to=str(decision.to),
                 split=decision.split,
                 reason=decision.reason,
             )
+            for instance in (decision.instance, *decision.others)
         )
         self._schedule(self._flip_latency_s, partial(self._router.apply, self._assignment, self._generation))

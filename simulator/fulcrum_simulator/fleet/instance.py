@@ -104,6 +104,11 @@ class SimulatedInstance:
         prefill_s, decode_s = self._busy_s
         return prefill_s + self.steps.prefill_busy_s, decode_s + self.steps.decode_busy_s
 
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """Tokens that the engine's KV cache holds."""
+        return self._options.profile.kv_blocks * self._options.profile.block_size
+
     # Requests
 
     def submit(self, leg: EngineLeg) -> None:

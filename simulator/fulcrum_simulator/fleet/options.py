@@ -24,6 +24,8 @@ class PolicyName(StrEnum):
     DYNAMO = "dynamo-like"
     NARWHAL = "narwhal-like"
     """Planners of published systems, as far as they concern roles: see `planners`."""
+    BALANCED = "balanced"
+    """The shipped balanced policy."""
     COLD = "cold"
     """The shipped flip policy, but each flip takes the instance out of service, as a restart does."""
     STATIC = "static"
@@ -36,7 +38,7 @@ PLANNED = frozenset({PolicyName.CLAIRVOYANT, PolicyName.DYNAMO, PolicyName.NARWH
 """Policies with a `SplitPlanner`; the router asks for no flips."""
 RESPLIT_S = 30.0
 """Interval of the clairvoyant split, if its name has none."""
-FLIPPING = frozenset({PolicyName.ARROW, PolicyName.COLD})
+FLIPPING = frozenset({PolicyName.ARROW, PolicyName.BALANCED, PolicyName.COLD})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +73,13 @@ class Policy:
 
 
 _QUEUE = "+queue"
-_SPLIT = re.compile(r"(arrow|static):(\d+)p(\d+)d")
+_SPLIT = re.compile(r"(arrow|balanced|static):(\d+)p(\d+)d")
 _BUDGET = re.compile(r"colocated(?::(\d+))?")
 _TIMED = re.compile(r"(cold|clairvoyant):(\w+)")
 
 
 def parse_policy(text: str, *, instances: int) -> Policy:
-    """Return the policy of this name: arrow, arrow:xPyD, static:xPyD, colocated, colocated:TOKENS, cold:TIME.
+    """Return the policy of this name; the error message lists all names.
 
     Without a split, flips start from an even one. With "+queue" behind it, requests wait in the router.
 
@@ -89,8 +91,8 @@ def parse_policy(text: str, *, instances: int) -> Policy:
         policy = parse_policy(name.removesuffix(_QUEUE), instances=instances)
         return replace(policy, dispatch=DispatchMode.QUEUE)
     even = instances // 2, instances - instances // 2
-    if name == PolicyName.ARROW:
-        return Policy(PolicyName.ARROW, *even)
+    if name in (PolicyName.ARROW, PolicyName.BALANCED):
+        return Policy(PolicyName(name), *even)
     if found := _SPLIT.fullmatch(name):
         return _parse_split(text, PolicyName(found[1]), int(found[2]), int(found[3]), instances)
     if found := _BUDGET.fullmatch(name):
@@ -100,8 +102,8 @@ def parse_policy(text: str, *, instances: int) -> Policy:
     if found := _TIMED.fullmatch(name):
         return _parse_timed(text, PolicyName(found[1]), found[2], even)
     known = (
-        "arrow, arrow:xPyD, static:xPyD, static:best, colocated, colocated:TOKENS, cold:TIME, clairvoyant, "
-        "clairvoyant:TIME, dynamo-like, narwhal-like"
+        "arrow, arrow:xPyD, balanced, balanced:xPyD, static:xPyD, static:best, colocated, colocated:TOKENS, "
+        "cold:TIME, clairvoyant, clairvoyant:TIME, dynamo-like, narwhal-like"
     )
     raise InvalidInput("--policy", text, f"is not one of {known}")
 

@@ -15,11 +15,13 @@ class RoutedInstance(LearningInstance):
 
     __slots__ = (
         "_batch_tokens",
+        "engine_waiting",
         "error_share",
         "identity",
         "instance",
         "itl_s",
         "kv_lease_s",
+        "kv_usage",
         "name",
         "role",
         "serving",
@@ -36,12 +38,18 @@ class RoutedInstance(LearningInstance):
         self.kv_lease_s = KV_LEASE_S
         self.itl_s: float | None = None
         self._batch_tokens = 0
+        self.kv_usage: float | None = None
+        self.engine_waiting: int | None = None
+        """As of the last probe."""
 
     def probe(self) -> None:
         """Read the engine's inter-token latency of the last interval and learn from it."""
         if not self.instance.alive:
             self.itl_s, self._batch_tokens = None, 0
+            self.kv_usage = self.engine_waiting = None
             return
+        gauges = self.instance.engine.gauges
+        self.kv_usage, self.engine_waiting = gauges.kv_usage, gauges.waiting_capacity
         samples = self.instance.take_samples().itl_s
         self.itl_s = sum(samples) / len(samples) if samples else None
         ledger, before = self.ledger, self._batch_tokens
@@ -63,6 +71,12 @@ class RoutedInstance(LearningInstance):
             legs=ledger.legs,
             pending_transfers=ledger.pending_transfers,
             itl_s=self.itl_s,
+            kv_usage=self.kv_usage,
+            reserved_tokens=ledger.reserved_tokens,
+            engine_waiting=self.engine_waiting,
+            kv_capacity_tokens=self.instance.kv_capacity_tokens,
+            itl_intercept_s=self.decode_model.intercept,
+            itl_slope_s=self.decode_model.slope,
         )
 
 

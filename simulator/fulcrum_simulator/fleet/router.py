@@ -171,6 +171,7 @@ class SimulatedRouter:
             prediction_error=None,
             local_prefills=0,
             tiers=(),
+            demand=self._context.demand.snapshot(),
         )
 
     # Requests

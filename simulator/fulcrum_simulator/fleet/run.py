@@ -17,7 +17,7 @@ from fulcrum_core.api.router import DispatchSpec
 from fulcrum_core.assignment import AssignmentRules
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.profiles import EngineProfile
-from fulcrum_core.values import Actor, DispatchMode, Role
+from fulcrum_core.values import Actor, DispatchMode, FlipPolicy, Role
 from fulcrum_router.policy.estimate import TYPICAL_REQUEST_TOKENS
 from fulcrum_simulator.bounds import UniformFleet, plan_moving_split
 from fulcrum_simulator.fleet.autoscaler import SimulatedAutoscaler, SimulatedFlip
@@ -150,7 +150,7 @@ class _Simulation:
             views,
             slo=options.slo,
             hop_s=options.control.hop_s,
-            flips=flips if options.policy.name in FLIPPING else None,
+            flips=flips if options.policy.name in FLIPPING - {PolicyName.BALANCED} else None,
             prefill_ahead_s=DispatchSpec().prefill_ahead
             if options.policy.dispatch is DispatchMode.QUEUE
             else math.inf,
@@ -172,7 +172,10 @@ class _Simulation:
                 restarted_by_flip=frozenset(names if self._options.policy.flip_downtime_s else ()),
             ),
         )
-        return replace(rules, slo=self._options.slo)
+        balanced = self._options.policy.name is PolicyName.BALANCED
+        return replace(
+            rules, slo=self._options.slo, policy=FlipPolicy.BALANCED if balanced else FlipPolicy.ARROW
+        )
 
     def _build_autoscaler(self) -> SimulatedAutoscaler | SplitController | None:
         options = self._options

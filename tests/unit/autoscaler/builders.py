@@ -7,7 +7,7 @@ from fulcrum_autoscaler.policy import AutoscalingRules, Observation
 from fulcrum_core.api.pdassignment import Floors, PDAssignmentSpec, RoleAssignment
 from fulcrum_core.assignment import AssignmentRules
 from fulcrum_core.router_state import FlipRequest, InstanceState, RouterState
-from fulcrum_core.values import Actor, AutoscalingMode, Role, Slo
+from fulcrum_core.values import Actor, AutoscalingMode, FlipPolicy, Role, Slo
 from tests.unit.core.router_states import instance_state, router_state
 
 NOW_S = 1_000_000.0
@@ -57,6 +57,7 @@ def make_rules(**fields: Any) -> AutoscalingRules:
     """Build rules with objectives of 1 s and 100 ms, Arrow's thresholds, and one tick to flip."""
     default: dict[str, Any] = {
         "mode": AutoscalingMode.AUTO,
+        "policy": FlipPolicy.ARROW,
         "paused": False,
         "slo": Slo(ttft_s=1.0, tpot_s=0.1),
         "expand": 1.0,

@@ -11,10 +11,9 @@ from fulcrum_autoscaler.policy import (
     FlipDecision,
     MonitorState,
     Observation,
-    decide_on_flip_request,
-    decide_on_tick,
     propose_assignment,
 )
+from fulcrum_autoscaler.policy.arrow import decide_on_flip_request, decide_on_tick
 from fulcrum_core.assignment import AssignmentRules
 from fulcrum_core.values import Actor, AutoscalingMode, Role
 from tests.unit.autoscaler.builders import (
@@ -163,6 +162,7 @@ def test_a_decision_reports_loads_reason_and_rejected_instances() -> None:
         "trigger": "tick",
         "reason": "decode load 1.20 is at least 1.00, for 1 tick; p-1 costs least: 0.80 s of prefill queued",
         "instance": "p-1",
+        "others": (),
         "to": "Decode",
         "loads": {
             "prefill": {

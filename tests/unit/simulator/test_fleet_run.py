@@ -74,12 +74,20 @@ def test_a_lone_request_takes_the_time_of_its_stages() -> None:
     ("policy", "changes"),
     [
         ("arrow", {}),
+        ("balanced", {}),
         ("arrow", {"control": ControlOptions(failures_per_hour=100.0)}),
         ("arrow", {"profile": SMALL_CACHE}),
         ("arrow+queue", {}),
         ("colocated", {"profile": SMALL_CACHE}),
     ],
-    ids=["arrow", "engines that fail", "a small KV cache", "queue", "colocated with a small KV cache"],
+    ids=[
+        "arrow",
+        "balanced",
+        "engines that fail",
+        "a small KV cache",
+        "queue",
+        "colocated with a small KV cache",
+    ],
 )
 def test_executing_each_step_gives_the_same_run(policy: str, changes: dict[str, Any]) -> None:
     load = moving_load(20)

@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from fulcrum_core.values import Role
 from fulcrum_router.policy.candidates import Candidates, InstanceView
+from fulcrum_router.policy.demand import Demand
 from fulcrum_router.policy.dispatch import NO_FLIP_PROPOSALS
 from fulcrum_router.policy.engine_deaths import EngineDeaths
 from fulcrum_router.policy.journey.protocols import PROTOCOLS, TransferProtocol
@@ -16,6 +17,7 @@ from fulcrum_router.policy.ledger import Ledger
 from fulcrum_router.policy.pairs import TransferPairs
 from fulcrum_router.policy.retry_budget import RetryBudget
 from fulcrum_router.policy.waiting_room import WaitingRoom
+from fulcrum_router.policy.work import Work
 
 FLIP_WAIT_S = 0.05
 """Seconds that a request waits for the flip that it asked for."""
@@ -76,6 +78,7 @@ class JourneyContext(Generic[V]):
     """Shared state of the journeys of one router."""
 
     __slots__ = (
+        "demand",
         "engine_deaths",
         "fleet",
         "flip_rules",
@@ -95,6 +98,7 @@ class JourneyContext(Generic[V]):
         protocols: Mapping[str, TransferProtocol] = PROTOCOLS,
     ) -> None:
         self.fleet, self.pairs, self.protocols = fleet, pairs, protocols
+        self.demand = Demand()
         self.flip_rules = NO_FLIP_PROPOSALS
         self.flip_waits = FlipWaits()
         self.retry_budget = RetryBudget()
@@ -104,6 +108,13 @@ class JourneyContext(Generic[V]):
         """By instance that has shed a request: until when it gets none of those that wait. An engine that
         sheds has no work, so that it would be the least loaded one.
         """
+
+    def record_arrival(self, work: Work) -> None:
+        """Count a request that arrives in the demand."""
+        candidates = self.fleet.candidates
+        able = candidates.prefill or candidates.decode
+        prefill_s = able[0].prefill_model.ttft_s(work.prompt_tokens) if able else 0.0
+        self.demand.record(tenant=work.tenant, prompt_tokens=work.prompt_tokens, prefill_s=prefill_s)
 
     def waiting_share_s(self, instance: V) -> float:
         """This instance's equal share of the prefill work in the waiting room, in seconds.

@@ -75,6 +75,7 @@ class Journey(JourneyChoices[V]):
         """The request was admitted at `now_s`."""
         context = self._context
         context.retry_budget.record_request(now_s)
+        context.record_arrival(self.work)
         if context.waiting_room.members:
             context.waiting_room.reconsider(now_s)  # others have waited longer
         return self._seek_prefill(now_s, context.flip_rules)
@@ -150,6 +151,9 @@ class Journey(JourneyChoices[V]):
     def decode_ended(self, now_s: float) -> Action:
         """The response of the decode leg is complete."""
         self.decode_open = False
+        if self.decode_entry is not None:
+            work, output = self.work, self.decode_entry.output_tokens
+            self._context.demand.lengths.learn(work.tenant, work.prompt_tokens, output)
         return self._end(now_s, _END)
 
     def decode_failed(

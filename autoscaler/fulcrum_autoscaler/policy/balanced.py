@@ -1,0 +1,159 @@
+"""The balanced policy: the split that balances what prefill and decode will need, reached in one write.
+
+Every tick scores all splits (`split_score`) on the work in flight and on a forecast of the work to come
+(`forecast`). The target is the split with the lowest worst ratio. While the current split is worse than the
+target, the difference is added up over time: the regret of staying. The flips follow when the regret reaches
+their price. So a split that is far off is left at once, one that is slightly off after a while, and noise
+moves no instance. A split that meets all objectives with a margin has no regret, so that the instances that
+served one burst still serve the next one.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from fulcrum_autoscaler.policy.decisions import DecisionAction, FlipDecision, RejectedInstance, Trigger
+from fulcrum_autoscaler.policy.forecast import DemandSample, add_sample, compute_rates
+from fulcrum_autoscaler.policy.observation import AutoscalingRules, Observation
+from fulcrum_autoscaler.policy.split_score import (
+    Need,
+    SplitScore,
+    find_sequences_max,
+    measure_need,
+    score_split,
+)
+from fulcrum_autoscaler.policy.victims import NoVictim, choose_victim, with_autoscaler_flip
+from fulcrum_core.values import AutoscalingMode, Role
+
+COMFORT = 0.85
+"""A ratio up to this is no reason to move."""
+EXCESS_MAX = 3.0
+"""Most regret in a second: a ratio of 30 is no more urgent than one of 4."""
+HORIZON_S = 5.0
+"""Time ahead for which splits are scored: a flip is of use for as long, at least."""
+PRICE_SHARE = 0.05
+"""Regret that pays for one flip, as a share of the TTFT objective: a split that is wrong by a tenth lets the
+queue grow by a tenth of a second each second, which a long objective bears for longer."""
+PRICE_MIN_S = 0.5
+"""Least price: with short objectives, the noise of the arrivals decides the price."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalanceState:
+    """What the policy passes from tick to tick; a restart loses it, which costs some seconds."""
+
+    samples: tuple[DemandSample, ...] = ()
+    regret_s: float = 0.0
+    to: Role | None = None
+    """Role that gains instances in the move that the regret was added up for."""
+    sequences_max: float = math.inf
+    """Requests that an engine decodes together; infinite: not known."""
+
+
+def decide_balance(
+    state: BalanceState, observation: Observation, rules: AutoscalingRules, *, now_s: float
+) -> tuple[BalanceState, FlipDecision]:
+    """Run one tick: returns the next state and the decision. The observation must be usable."""
+    assert observation.router is not None
+    seconds = observation.router.at_s - state.samples[-1].at_s if state.samples else 0.0
+    decode = observation.serving_states(Role.DECODE)
+    state = replace(
+        state,
+        samples=add_sample(state.samples, observation.router),
+        sequences_max=find_sequences_max(decode, state.sequences_max),
+    )
+    prefill_count, decode_count = len(observation.serving_states(Role.PREFILL)), len(decode)
+    rates = compute_rates(state.samples)
+    if rates is None or not prefill_count or not decode_count:
+        return replace(state, regret_s=0.0), _hold(observation, "the demand is not known yet", now_s)
+    need = measure_need(observation, rates, rules.slo, state.sequences_max)
+    if need is None:
+        return replace(state, regret_s=0.0), _hold(observation, "no latency model is known yet", now_s)
+    current, target = _find_target(prefill_count, decode_count, need, rules)
+    return _weigh(state, observation, rules, current, target, seconds, now_s)
+
+
+def _find_target(
+    prefill: int, decode: int, need: Need, rules: AutoscalingRules
+) -> tuple[SplitScore, SplitScore]:
+    """Return the scores of the current split and of the best one; equal ones: the fewest flips."""
+    total, floors = prefill + decode, rules.assignment_rules.floors
+    low, high = max(1, floors.prefill), total - max(1, floors.decode)
+    scores = [
+        score_split(p, total - p, need, rules.slo, horizon_s=HORIZON_S)
+        for p in {prefill, *range(low, high + 1)}
+    ]
+    current = next(score for score in scores if score.prefill_instances == prefill)
+    return current, min(
+        scores, key=lambda s: (max(s.worst, COMFORT), abs(s.prefill_instances - prefill), s.prefill_instances)
+    )
+
+
+def _weigh(
+    state: BalanceState,
+    observation: Observation,
+    rules: AutoscalingRules,
+    current: SplitScore,
+    target: SplitScore,
+    seconds: float,
+    now_s: float,
+) -> tuple[BalanceState, FlipDecision]:
+    """Add the regret of the last `seconds`, and flip when it pays for the move to the target."""
+    flips = target.prefill_instances - current.prefill_instances
+    if not flips:
+        reason = f"split {current}; no other one is better, or this one is comfortable below {COMFORT:.2f}"
+        return replace(state, regret_s=0.0, to=None), _hold(observation, reason, now_s)
+    to = Role.PREFILL if flips > 0 else Role.DECODE
+    excess = min(EXCESS_MAX, current.worst - max(target.worst, COMFORT))
+    regret = (state.regret_s if state.to is to else 0.0) + excess * seconds
+    price = max(PRICE_MIN_S, PRICE_SHARE * rules.slo.ttft_s) * math.sqrt(abs(flips))
+    state = replace(state, regret_s=regret, to=to)
+    cause = f"split {current}, {target}; regret {regret:.2f} s, the flip costs {price:.2f} s"
+    if regret < price:
+        return state, _hold(observation, cause, now_s)
+    decision = _flip(observation, rules, to, abs(flips), cause, now_s)
+    return (
+        replace(state, regret_s=0.0, to=None) if decision.action is DecisionAction.FLIP else state
+    ), decision
+
+
+def _flip(
+    observation: Observation, rules: AutoscalingRules, to: Role, count: int, cause: str, now_s: float
+) -> FlipDecision:
+    """Choose victims one after the other; as many as may flip go in one write."""
+    chosen: list[str] = []
+    rejected: tuple[RejectedInstance, ...] = ()
+    described, trial = "", observation
+    for _ in range(count):
+        choice = choose_victim(trial, to, rules, now_s=now_s, base=observation.assignment)
+        rejected = choice.rejected
+        if isinstance(choice, NoVictim):
+            described = described or choice.reason
+            break
+        chosen.append(choice.instance)
+        described = described or f"{choice.instance}: {choice.reason}"
+        trial = replace(
+            trial,
+            assignment=with_autoscaler_flip(trial.assignment, choice.instance, to, reason="", now_s=now_s),
+        )
+    hold = _hold(observation, f"{cause}; {described}", now_s)
+    if not chosen:
+        return replace(hold, action=DecisionAction.REFUSE, rejected=rejected)
+    return replace(
+        hold,
+        action=DecisionAction.FLIP if rules.mode is AutoscalingMode.AUTO else DecisionAction.ADVISE,
+        instance=chosen[0],
+        others=tuple(chosen[1:]),
+        to=to,
+        rejected=rejected,
+    )
+
+
+def _hold(observation: Observation, reason: str, now_s: float) -> FlipDecision:
+    return FlipDecision(
+        at_s=now_s,
+        action=DecisionAction.HOLD,
+        trigger=Trigger.TICK,
+        reason=reason,
+        split=observation.format_split(),
+        generation=observation.generation,
+    )

@@ -1,0 +1,155 @@
+"""Scores a split by the worst ratio of what it will need to what it has. Used by `balanced`.
+
+With P prefill and D decode instances, S_T and S_D the objectives, and a horizon of H seconds:
+
+    prefill    A / P                        A: prefill work that arrives each second
+    TTFT       (max(0, Q + (A - P)·H) / P + T) / S_T     Q: prefill work queued, T: that of a mean request
+    TPOT       x / MT                       x: KV tokens per instance, MT: tokens whose step takes S_D
+    KV cache   x / capacity
+    sequences  requests per instance / those that an engine runs while others wait
+
+The KV tokens follow from the tokens R of the requests in flight and from those R* = a·I(x) that the arrivals
+will have in the long run (Little's law: a token-steps arrive each second, a step takes I), which R approaches
+in the time τ that a request decodes: R_H = R* + (R - R*)·exp(-H/τ).
+"""
+
+import math
+from dataclasses import dataclass
+
+from fulcrum_autoscaler.policy.forecast import Rates
+from fulcrum_autoscaler.policy.observation import Observation
+from fulcrum_core.router_state import InstanceState
+from fulcrum_core.values import Role, Slo
+
+BATCH_FULL = 0.8
+KV_FULL = 0.9
+"""Share of the KV cache from which requests start to wait: prompts need room for all of their tokens."""
+
+KV_WAITING = 0.8
+"""Share of the KV cache above which a request that waits may wait for blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """The work in flight and the work to come, of all instances together."""
+
+    rates: Rates
+    queued_s: float
+    tokens: float
+    legs: float
+    max_tokens: float
+    """MT: KV tokens of one instance whose step takes the TPOT objective."""
+    itl_intercept_s: float
+    itl_slope_s: float
+    kv_capacity_tokens: float
+    itl_s: float
+    """Inter-token latency now: measured, or as predicted for the tokens in flight."""
+    sequences_max: float
+    """Requests that an engine decodes together; infinite: not known, none has waited."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitScore:
+    """The ratios of one split. Above 1, the objective is missed or the work grows without end."""
+
+    prefill_instances: int
+    decode_instances: int
+    ratios: dict[str, float]
+
+    @property
+    def worst(self) -> float:
+        """The ratio that decides."""
+        return max(self.ratios.values())
+
+    @property
+    def cause(self) -> str:
+        """Name of the ratio that decides."""
+        return max(self.ratios, key=lambda name: self.ratios[name])
+
+    def __str__(self) -> str:
+        return f"{self.prefill_instances}:{self.decode_instances} needs {self.worst:.2f} ({self.cause})"
+
+
+def measure_need(observation: Observation, rates: Rates, slo: Slo, sequences_max: float) -> Need | None:
+    """Add up the states of the serving instances; None if the latency models are not known."""
+    prefill, decode = observation.serving_states(Role.PREFILL), observation.serving_states(Role.DECODE)
+    states = (*prefill, *decode)
+    intercept_s = _mean([s.itl_intercept_s for s in states])
+    slope_s = _mean([s.itl_slope_s for s in states])
+    if intercept_s is None or slope_s is None:
+        return None
+    tokens = sum(s.decode_tokens + s.reserved_tokens for s in states)
+    itl_s = _mean([s.itl_s for s in decode if s.decode_legs])
+    capacity = _mean([s.kv_capacity_tokens for s in states])
+    return Need(
+        rates=rates,
+        queued_s=math.fsum(s.prefill_queued_s for s in prefill if math.isfinite(s.prefill_queued_s)),
+        tokens=tokens,
+        legs=sum(s.decode_legs for s in states),
+        max_tokens=max(1.0, (slo.tpot_s - intercept_s) / slope_s) if slope_s else math.inf,
+        itl_intercept_s=intercept_s,
+        itl_slope_s=slope_s,
+        kv_capacity_tokens=math.inf if capacity is None else capacity,
+        itl_s=intercept_s + slope_s * tokens / len(decode) if itl_s is None else itl_s,
+        sequences_max=sequences_max,
+    )
+
+
+def find_sequences_max(decode: tuple[InstanceState, ...], before: float) -> float:
+    """Find how many requests an engine decodes together, from those that run while others wait for a place.
+
+    Requests that wait for a prompt to be computed or for KV blocks say nothing of it. The limit is constant:
+    the highest number counts.
+    """
+    running = [
+        float(state.decode_legs - state.engine_waiting)
+        for state in decode
+        if state.engine_waiting
+        and state.decode_legs > state.engine_waiting
+        and not state.prefill_tokens
+        and (state.kv_usage or 0.0) < KV_WAITING
+    ]
+    if not running:
+        return before
+    return max(running) if before == math.inf else max(before, *running)
+
+
+def score_split(prefill: int, decode: int, need: Need, slo: Slo, *, horizon_s: float) -> SplitScore:
+    """Score one split."""
+    rates = need.rates
+    backlog_s = max(0.0, need.queued_s + (rates.prefill - prefill) * horizon_s) / prefill
+    mean_s = rates.prefill / rates.requests if rates.requests else 0.0
+    tokens, sequences = _forecast_decodes(decode, need, slo, horizon_s)
+    return SplitScore(
+        prefill_instances=prefill,
+        decode_instances=decode,
+        ratios={
+            "prefill": rates.prefill / prefill,
+            "TTFT": (backlog_s + mean_s) / slo.ttft_s,
+            "TPOT": tokens / (BATCH_FULL * need.max_tokens),
+            "KV cache": tokens / (KV_FULL * need.kv_capacity_tokens),
+            "sequences": sequences / need.sequences_max,
+        },
+    )
+
+
+def _forecast_decodes(decode: int, need: Need, slo: Slo, horizon_s: float) -> tuple[float, float]:
+    """Forecast the KV tokens and the requests of one decode instance after the horizon."""
+    rates = need.rates
+    # x = a·I(x)/D with I(x) = intercept + slope·x; a latency above the objective is as bad as the objective
+    steps = rates.token_steps / decode
+    free = 1.0 - steps * need.itl_slope_s
+    itl_s = need.itl_intercept_s / free if free > 0 else math.inf
+    itl_s = min(itl_s, 2 * slo.tpot_s)
+    decode_s = max(itl_s, need.itl_s) * rates.output_tokens / rates.requests if rates.requests else 0.0
+    left = math.exp(-horizon_s / decode_s) if decode_s else 0.0
+    sequences = rates.output_tokens * itl_s
+    return (
+        (steps * itl_s * decode * (1 - left) + need.tokens * left) / decode,
+        (sequences * (1 - left) + need.legs * left) / decode,
+    )
+
+
+def _mean(values: "list[float | None] | list[int | None]") -> float | None:
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return math.fsum(known) / len(known) if known else None

@@ -1,0 +1,81 @@
+"""The work that clients ask for: sums since the router started, from which the autoscaler forecasts.
+
+Two snapshots of the sums give the rates between them, whoever takes them and how often. The output of a
+request is predicted when it arrives: from the answers to earlier prompts of its tenant and of its length.
+"""
+
+import math
+from collections import OrderedDict
+
+from fulcrum_core.router_state import DemandState
+
+DEFAULT_OUTPUT_TOKENS = 100.0
+"""Prediction before the first answer."""
+_WEIGHT = 0.02
+"""Weight of the latest answer; the first ones count equally."""
+_KEYS_MAX = 4_096
+"""Pairs of tenant and prompt length that are remembered; the ones not used for longest are dropped."""
+
+
+class OutputLengths:
+    """Mean output tokens by tenant and range of prompt lengths; there are two ranges to a power of two.
+
+    A prompt length without any answers yet gets the mean over all.
+    """
+
+    __slots__ = ("_all", "_by_key")
+
+    def __init__(self) -> None:
+        self._all = (0, DEFAULT_OUTPUT_TOKENS)
+        self._by_key: OrderedDict[tuple[str, int], tuple[int, float]] = OrderedDict()
+
+    def predict(self, tenant: str, prompt_tokens: int) -> float:
+        """Predict the output tokens of a request."""
+        return self._by_key.get((tenant, _find_bucket(prompt_tokens)), self._all)[1]
+
+    def learn(self, tenant: str, prompt_tokens: int, output_tokens: int) -> None:
+        """Learn from a complete answer."""
+        key = tenant, _find_bucket(prompt_tokens)
+        self._all = _update(self._all, output_tokens)
+        self._by_key[key] = _update(self._by_key.pop(key, (0, 0.0)), output_tokens)
+        if len(self._by_key) > _KEYS_MAX:
+            self._by_key.popitem(last=False)
+
+
+def _find_bucket(prompt_tokens: int) -> int:
+    """Number the ranges of prompt lengths from a power of two to one and a half of it, and to the next."""
+    exponent = prompt_tokens.bit_length()
+    return 2 * exponent + (4 * prompt_tokens >= 3 << exponent)
+
+
+def _update(mean: tuple[int, float], value: float) -> tuple[int, float]:
+    count = mean[0] + 1
+    return count, mean[1] + max(1.0 / count, _WEIGHT) * (value - mean[1])
+
+
+class Demand:
+    """Sums over all requests since the router started."""
+
+    __slots__ = ("_output_tokens", "_prefill_s", "_requests", "_token_steps", "lengths")
+
+    def __init__(self) -> None:
+        self.lengths = OutputLengths()
+        self._requests = 0
+        self._prefill_s = self._output_tokens = self._token_steps = 0.0
+
+    def record(self, *, tenant: str, prompt_tokens: int, prefill_s: float) -> None:
+        """Count a request that arrives; `prefill_s` is the predicted time to compute its prompt."""
+        output = self.lengths.predict(tenant, prompt_tokens)
+        self._requests += 1
+        self._prefill_s += prefill_s if prefill_s < math.inf else 0.0
+        self._output_tokens += output
+        self._token_steps += output * (prompt_tokens + output / 2)
+
+    def snapshot(self) -> DemandState:
+        """Return the sums so far."""
+        return DemandState(
+            requests=self._requests,
+            prefill_s=self._prefill_s,
+            output_tokens=self._output_tokens,
+            token_steps=self._token_steps,
+        )

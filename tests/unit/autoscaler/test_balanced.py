@@ -1,0 +1,215 @@
+"""The balanced policy: what it forecasts, how it scores a split, and when it flips how many instances."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fulcrum_autoscaler.policy import (
+    AutoscalingRules,
+    DecisionAction,
+    FlipDecision,
+    Observation,
+    PolicyState,
+    decide_on_flip_request,
+    decide_on_tick,
+    propose_assignment,
+)
+from fulcrum_autoscaler.policy.forecast import DemandSample, Rates, add_sample, compute_rates
+from fulcrum_autoscaler.policy.split_score import Need, find_sequences_max, score_split
+from fulcrum_core.api.pdassignment import Floors
+from fulcrum_core.assignment import AssignmentRules
+from fulcrum_core.router_state import DemandState, InstanceState
+from fulcrum_core.values import AutoscalingMode, FlipPolicy, Role, Slo
+from tests.unit.autoscaler.builders import (
+    NOW_S,
+    decode,
+    make_flip_request,
+    make_observation,
+    make_router_state,
+    make_rules,
+    prefill,
+)
+
+MODELS: dict[str, Any] = {"itl_intercept_s": 0.02, "itl_slope_s": 1e-6, "kv_capacity_tokens": 100_000}
+IDLE: dict[str, Any] = {"tokens": 0, "decode_legs": 0}
+
+
+def make_demand(seconds: float, *, prefill: float = 0.0, steps: float = 0.0) -> DemandState:
+    """The sums after a time with 10 requests/s, `prefill` seconds and `steps` token-steps each second."""
+    requests = round(10 * seconds)
+    return DemandState(
+        requests=requests,
+        prefill_s=prefill * seconds,
+        output_tokens=100.0 * requests,
+        token_steps=steps * seconds,
+    )
+
+
+def observe(seconds: float, *instances: InstanceState, **rates: float) -> Observation:
+    """What is observed after a time, at rates that have not changed."""
+    state = make_router_state(*instances, at_s=NOW_S + seconds, demand=make_demand(seconds, **rates))
+    return replace(make_observation(*instances), router=state)
+
+
+def four_and_four(queued_s: float = 0.0) -> tuple[InstanceState, ...]:
+    """Four prefill instances with work queued, and four idle decode instances."""
+    return (
+        *(prefill(f"p-{n}", queued_s, **MODELS) for n in range(4)),
+        *(decode(f"d-{n}", **IDLE, **MODELS) for n in range(4)),
+    )
+
+
+def balanced_rules(**fields: Any) -> AutoscalingRules:
+    return make_rules(**{"policy": FlipPolicy.BALANCED, **fields})
+
+
+def run_ticks(*observations: Observation, rules: AutoscalingRules | None = None) -> list[FlipDecision]:
+    """The decisions of one tick for each observation, at the time of its state."""
+    state, decisions = PolicyState(), []
+    for observation in observations:
+        assert observation.router is not None
+        state, decision = decide_on_tick(
+            state, observation, rules or balanced_rules(), now_s=observation.router.at_s
+        )
+        decisions.append(decision)
+    return decisions
+
+
+def test_rates_are_those_of_the_last_arrivals() -> None:
+    sums = [(0.0, 0, 0.0), (10.0, 100, 10.0), (14.0, 140, 50.0)]
+    samples = tuple(
+        DemandSample(at_s, DemandState(requests=n, prefill_s=s, output_tokens=n, token_steps=2 * n))
+        for at_s, n, s in sums
+    )
+    assert compute_rates(samples) == Rates(requests=10, prefill=10, output_tokens=10, token_steps=20)
+
+
+def test_sums_from_before_a_restart_of_the_router_are_dropped() -> None:
+    before = (DemandSample(NOW_S - 1, make_demand(50)),)
+    state = make_router_state(at_s=NOW_S, demand=make_demand(1))
+    assert add_sample(before, state) == (DemandSample(NOW_S, make_demand(1)),)
+
+
+def test_each_ratio_of_a_split_compares_what_it_needs_with_what_it_has() -> None:
+    need = Need(
+        rates=Rates(requests=10, prefill=3, output_tokens=0, token_steps=0),
+        queued_s=4.0,
+        tokens=80_000,
+        legs=40,
+        max_tokens=50_000,
+        itl_intercept_s=0.02,
+        itl_slope_s=1e-6,
+        itl_s=0.02,
+        kv_capacity_tokens=100_000,
+        sequences_max=20,
+    )
+    score = score_split(2, 2, need, Slo(1.0, 0.1), horizon_s=0.0)
+    expected = {"prefill": 1.5, "TTFT": 2.3, "TPOT": 0.0, "KV cache": 0.0, "sequences": 0.0}
+    assert score.ratios == pytest.approx(expected)
+
+
+def test_requests_in_flight_count_until_they_have_ended() -> None:
+    need = Need(
+        rates=Rates(requests=1, prefill=0, output_tokens=100, token_steps=0),
+        queued_s=0.0,
+        tokens=80_000,
+        legs=40,
+        max_tokens=50_000,
+        itl_intercept_s=0.02,
+        itl_slope_s=1e-6,
+        itl_s=0.02,
+        kv_capacity_tokens=100_000,
+        sequences_max=20,
+    )
+    now, later = (score_split(2, 2, need, Slo(1.0, 0.1), horizon_s=horizon_s) for horizon_s in (0.0, 100.0))
+    assert (now.cause, round(now.worst, 2), round(later.worst, 2)) == ("TPOT", 1.0, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("instance", "expected"),
+    [
+        pytest.param(decode("d", decode_legs=70, engine_waiting=6), 64.0, id="64 run while 6 wait"),
+        pytest.param(decode("d", decode_legs=70, engine_waiting=0), 50.0, id="none waits"),
+        pytest.param(
+            decode("d", decode_legs=70, engine_waiting=6, prefill_tokens=9), 50.0, id="they wait for a prompt"
+        ),
+        pytest.param(
+            decode("d", decode_legs=70, engine_waiting=6, kv_usage=0.95), 50.0, id="they wait for KV blocks"
+        ),
+        pytest.param(decode("d", decode_legs=40, engine_waiting=6), 50.0, id="more have run before"),
+    ],
+)
+def test_an_engine_runs_as_many_requests_as_while_others_waited(
+    instance: InstanceState, expected: float
+) -> None:
+    assert find_sequences_max((instance,), 50.0) == expected
+
+
+def test_a_split_that_is_far_off_is_left_at_once_with_several_flips_in_one_write() -> None:
+    observations = [observe(t, *four_and_four(queued_s=8.0), prefill=6.0) for t in (1.0, 2.0)]
+    *_, decision = run_ticks(*observations)
+    proposed = propose_assignment(observations[-1].assignment, decision)
+    flipped = sorted(
+        name
+        for name, entry in proposed.roles.items()
+        if entry.role is not observations[-1].assignment.roles[name].role
+    )
+    assert (decision.action, decision.to, flipped) == (
+        DecisionAction.FLIP,
+        Role.PREFILL,
+        ["d-0", "d-1", "d-2"],
+    )
+
+
+def test_a_split_that_is_slightly_off_is_left_when_the_regret_pays_for_the_flip() -> None:
+    actions = [d.action for d in run_ticks(*(observe(t, *four_and_four(), prefill=4.4) for t in range(1, 6)))]
+    hold, flip = DecisionAction.HOLD, DecisionAction.FLIP
+    assert actions == [hold, hold, hold, flip, hold]
+
+
+def test_a_comfortable_split_stays_although_another_one_needs_less() -> None:
+    *_, decision = run_ticks(*(observe(t, *four_and_four(), prefill=3.2) for t in range(1, 30)))
+    assert (decision.action, decision.reason) == (
+        DecisionAction.HOLD,
+        "split 4:4 needs 0.80 (prefill); no other one is better, or this one is comfortable below 0.85",
+    )
+
+
+def test_the_floor_of_a_role_is_kept() -> None:
+    rules = balanced_rules(assignment_rules=AssignmentRules(10.0, floors=Floors(decode=3)))
+    observations = [observe(t, *four_and_four(queued_s=8.0), prefill=6.0) for t in (1.0, 2.0)]
+    *_, decision = run_ticks(*observations, rules=rules)
+    assert (decision.instance, decision.others) == ("d-0", ())
+
+
+@pytest.mark.parametrize(
+    ("fields", "action"),
+    [
+        pytest.param({"mode": AutoscalingMode.ADVISE}, DecisionAction.ADVISE, id="Advise"),
+        pytest.param({"mode": AutoscalingMode.OFF}, DecisionAction.HOLD, id="Off"),
+        pytest.param({"paused": True}, DecisionAction.HOLD, id="paused"),
+    ],
+)
+def test_the_mode_holds_for_every_policy(fields: dict[str, Any], action: DecisionAction) -> None:
+    observations = [observe(t, *four_and_four(queued_s=8.0), prefill=6.0) for t in (1.0, 2.0)]
+    assert run_ticks(*observations, rules=balanced_rules(**fields))[-1].action is action
+
+
+def test_nothing_flips_before_the_router_has_reported_the_demand() -> None:
+    observation = make_observation(*four_and_four(queued_s=8.0))
+    assert run_ticks(observation, observation)[-1].reason == "the demand is not known yet"
+
+
+def test_a_flip_request_is_refused() -> None:
+    _, decision = decide_on_flip_request(
+        PolicyState(),
+        make_flip_request(Role.PREFILL),
+        make_observation(*four_and_four()),
+        balanced_rules(),
+        now_s=NOW_S,
+    )
+    assert (decision.action, decision.reason) == (
+        DecisionAction.REFUSE,
+        "the policy balanced decides at ticks, not on flip requests",
+    )

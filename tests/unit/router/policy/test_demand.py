@@ -1,0 +1,50 @@
+"""Demand: the sums of the work that arrives, and the prediction of output lengths."""
+
+import pytest
+
+from fulcrum_core.router_state import DemandState
+from fulcrum_core.values import Role
+from fulcrum_router.policy.demand import DEFAULT_OUTPUT_TOKENS, Demand, OutputLengths
+from fulcrum_router.policy.journey import Journey, JourneyContext
+from fulcrum_router.policy.pairs import TransferPairs
+from tests.unit.router.builders import FakeFleet, instance, work
+
+
+def test_arrivals_are_summed_up() -> None:
+    demand = Demand()
+    for _ in range(2):
+        demand.record(tenant="", prompt_tokens=50, prefill_s=0.5)
+    assert demand.snapshot() == DemandState(requests=2, prefill_s=1.0, output_tokens=200, token_steps=20_000)
+
+
+@pytest.mark.parametrize(
+    ("tenant", "prompt_tokens", "expected"),
+    [
+        pytest.param("a", 1100, 20.0, id="a prompt of about the length"),
+        pytest.param("a", 200, 400.0, id="a prompt of another length"),
+        pytest.param("b", 1100, 210.0, id="another tenant: the mean over all"),
+    ],
+)
+def test_the_output_is_that_of_earlier_prompts_of_the_tenant_and_length(
+    tenant: str, prompt_tokens: int, expected: float
+) -> None:
+    lengths = OutputLengths()
+    lengths.learn("a", 1024, 20)
+    lengths.learn("a", 200, 400)
+    assert lengths.predict(tenant, prompt_tokens) == expected
+
+
+def test_before_the_first_answer_a_usual_length_is_predicted() -> None:
+    assert OutputLengths().predict("", 10) == DEFAULT_OUTPUT_TOKENS
+
+
+def test_a_journey_counts_its_arrival_and_learns_from_its_answer() -> None:
+    context = JourneyContext(FakeFleet((instance("d1", role=Role.BOTH),)), TransferPairs())
+    journey = Journey(context, work(100))
+    journey.begin(0.0)
+    assert journey.decode_entry is not None
+    journey.first_byte(0.1)
+    journey.decode_entry.add_tokens(7)
+    journey.decode_ended(0.2)
+    demand = context.demand
+    assert (demand.snapshot().requests, demand.lengths.predict("", 100)) == (1, 7.0)
