@@ -31,7 +31,7 @@ INSTANCE = {
         "generation": 1,
     },
     "spec": {"service": "chat", "pool": "chat-flex", "model": "m", "engine": {"type": "Simulated"}},
-    "status": {"phase": "Serving", "role": "Decode", "endpoint": "10.0.0.1:8000", "restarts": 0},
+    "status": {"phase": "Serving", "role": "Decode", "endpoint": "127.0.0.1:8000", "restarts": 0},
 }
 PATH = "/apis/fulcrum.dev/v1alpha1/namespaces/default/pdinstances"
 Figures = dict[str, float]

@@ -203,9 +203,7 @@ def simulate(
     seeds: Annotated[
         int, typer.Option(help="Repeat with this many seeds, from --seed on, and show the spread.")
     ] = 1,
-    state_age: Annotated[
-        str, typer.Option(help="Age of the state that the autoscaler decides on.")
-    ] = "100ms",
+    state_age: Annotated[str, typer.Option(help="Age of the state the autoscaler decides on.")] = "100ms",
     flip_latency: Annotated[
         str, typer.Option(help="Time from the write of a flip until the router applies it.")
     ] = "50ms",

@@ -82,29 +82,26 @@ async def run_measured_router(prefill: Sequence[int], decode: Sequence[int]) -> 
             process.stdout.close()
 
 
-async def _measure(found: list[tuple[float, float]]) -> None:
-    while True:
-        wall_s, cpu_s = time.monotonic(), time.thread_time()
-        await asyncio.sleep(TICK_S)
+def _measure(found: list[tuple[float, float]]) -> None:
+    """Add processor time and lateness of each tick of the event loop to `found`, in seconds, from now on."""
+    loop = asyncio.get_running_loop()
+
+    def tick(wall_s: float, cpu_s: float) -> None:
         found.append((time.thread_time() - cpu_s, time.monotonic() - wall_s - TICK_S))
+        loop.call_later(TICK_S, tick, time.monotonic(), time.thread_time())
+
+    loop.call_later(TICK_S, tick, time.monotonic(), time.thread_time())
 
 
 async def _run(folder: Path, arguments: Sequence[str]) -> None:
     stopped, found = asyncio.Event(), list[tuple[float, float]]()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
-    begun = asyncio.Event()
 
     def announce(**ports: int) -> None:
         print(json.dumps(ports), flush=True)
-        begun.set()
+        _measure(found)
 
-    async def measure() -> None:
-        await begun.wait()
-        await _measure(found)
-
-    measuring = asyncio.create_task(measure())
     await serve(parse_options(arguments), stopped, announce=announce)
-    measuring.cancel()
     cpu, wall = (sorted(values) for values in zip(*found, strict=True))
     rank = min(len(found) - 1, int(0.9999 * len(found)))
     stalls = {"turns": len(found), "cpu_p9999_s": cpu[rank], "cpu_max_s": cpu[-1],
