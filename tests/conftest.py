@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--specs",
         type=int,
-        default=20,
+        default=8,
         help="random services that the operator gets in tests/kubernetes (default: %(default)s)",
     )
     parser.addoption(
