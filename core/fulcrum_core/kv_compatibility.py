@@ -1,6 +1,7 @@
 """Decides which engines can exchange KV blocks, and groups instances by it (compatibility groups)."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 from fulcrum_core.decisions import Verdict
 from fulcrum_core.formatting import format_count
@@ -19,6 +20,7 @@ _MUST_BE_EQUAL = {
 }
 
 
+@lru_cache(maxsize=4096)  # engines are few kinds, and dispatch and planning ask for every pair of them
 def can_transfer(prefill: EngineIdentity, decode: EngineIdentity) -> Verdict:
     """Whether `decode` can read the KV blocks that `prefill` wrote.
 

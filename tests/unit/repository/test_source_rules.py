@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,13 @@ def import_name(path: Path) -> str:
     return ".".join(parts).removesuffix(".__init__")
 
 
+@cache
+def parse_module(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def iter_functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parse_module(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -87,7 +93,7 @@ def test_every_module_can_be_imported_alone(path: Path) -> None:
 
 @pytest.mark.parametrize("path", module_params())
 def test_every_module_has_a_docstring(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parse_module(path)
     assert ast.get_docstring(tree) or not tree.body
 
 
@@ -104,7 +110,7 @@ def test_modules_and_functions_stay_below_the_size_limits(path: Path) -> None:
 
 @pytest.mark.parametrize("path", module_params())
 def test_no_name_contains_manager_helper_or_utils(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parse_module(path)
     defined = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     names = [path.stem, *(node.name for node in ast.walk(tree) if isinstance(node, defined))]
     snake = {name: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower() for name in names}
@@ -148,7 +154,7 @@ def test_room_imports_only_distributions_of_its_extra(room: str) -> None:
     imported = {
         distribution.lower().replace("_", "-")
         for path in sorted((ROOT / room / f"fulcrum_{room}").rglob("*.py"))
-        for name in imported_names(ast.parse(path.read_text(encoding="utf-8")))
+        for name in imported_names(parse_module(path))
         for distribution in by_module.get(name.split(".")[0], [])
         if not name.startswith("fulcrum_")
     }

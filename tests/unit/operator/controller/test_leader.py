@@ -1,12 +1,12 @@
 """The leader lists all kinds after a watch restarted and from time to time, and reports refused children."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 
-from fulcrum_cluster.objects import EVENT, POD, SERVICE, Object, ObjectKind, ObjectList
+from fulcrum_cluster.objects import EVENT, NODE, POD, SERVICE, Object, ObjectKind, ObjectList
 from fulcrum_core.api import KINDS
 from fulcrum_core.errors import Forbidden, NotFound, StoreUnavailable
 from fulcrum_operator.controller.context import Problems
@@ -53,9 +53,14 @@ class EmptyCluster:
         assert path == "/apis/fulcrum.dev/v1alpha1"
         return {"resources": [{"name": kind.plural} for kind in KINDS]}
 
-    async def list(self, kind: ObjectKind, *, namespace: str, labels: str) -> ObjectList:
+    async def watch(self, kind: ObjectKind, *, namespace: str, since: str) -> AsyncIterator[Any]:
+        del kind, namespace, since
+        await self.stop.wait()
+        yield
+
+    async def list(self, kind: ObjectKind, *, namespace: str, labels: str = "") -> ObjectList:
         del namespace, labels
-        if self.failures:
+        if self.failures and kind != NODE:
             raise self.failures.pop()
         self.lists += kind == POD
         return [], "1"
