@@ -31,7 +31,7 @@ from fulcrum_operator.manifests.names import (
     router_selector,
     service_port,
 )
-from fulcrum_operator.manifests.pod_template import apply_template, require_map
+from fulcrum_operator.manifests.pod_template import apply_template, keep_account_and_program, require_map
 
 CREATE_ONLY_KINDS = frozenset({"Lease", "EndpointSlice"})
 """Kinds that are created if missing and never updated."""
@@ -263,7 +263,7 @@ def _deployment(service: PDService, settings: InstallationSettings) -> dict[str,
 def _router_pod_template(service: PDService, settings: InstallationSettings) -> dict[str, Any]:
     """The template of the Deployment, with those of the installation and of the service merged into it.
 
-    They cannot change the labels by which the operator finds its pods.
+    They cannot change the labels by which the operator finds its pods, nor the ServiceAccount.
     """
     labels = {
         **recommended_labels(service.metadata.name, ROUTER_PART),
@@ -273,8 +273,10 @@ def _router_pod_template(service: PDService, settings: InstallationSettings) -> 
         "metadata": {"labels": labels, "annotations": _SCRAPE_ANNOTATIONS},
         "spec": _router_pod(service, settings),
     }
+    ours = template["spec"]
     for patch in (settings.router_template, service.spec.router.template or {}):
         template = apply_template(template, patch)
+    template["spec"] = keep_account_and_program(template.get("spec"), ours)
     metadata = require_map(template.get("metadata"), "metadata")
     all_labels = {**require_map(metadata.get("labels"), "metadata.labels"), **labels}
     template["metadata"] = {**metadata, "labels": all_labels}

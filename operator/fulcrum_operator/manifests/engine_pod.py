@@ -24,7 +24,7 @@ from fulcrum_operator.manifests.names import (
     pod_security_context,
     recommended_labels,
 )
-from fulcrum_operator.manifests.pod_template import apply_template, require_map
+from fulcrum_operator.manifests.pod_template import apply_template, keep_account_and_program, require_map
 
 ENGINE_CONTAINER = "engine"
 """Name of the engine's container; a pool's template uses it to change the container."""
@@ -64,7 +64,8 @@ def engine_pod(
 ) -> dict[str, Any]:
     """The manifest of the pod that runs the instance, with its pool's template merged into it.
 
-    The template cannot change name, owner and Fulcrum's labels, by which the operator finds its pods.
+    The template cannot change name, owner and Fulcrum's labels, by which the operator finds its pods, nor the
+    ServiceAccount.
 
     Args:
         instance: Engine, hardware and template of the pod.
@@ -82,6 +83,7 @@ def engine_pod(
         "spec": _spec(instance, service, settings, startup_s),
     }
     pod = apply_template(manifest, instance.spec.template or {})
+    pod["spec"] = keep_account_and_program(pod.get("spec"), manifest["spec"])
     _keep_tolerations(pod, manifest["spec"].get("tolerations", []))
     metadata = require_map(pod.get("metadata"), "metadata")
     labels = {**require_map(metadata.get("labels"), "metadata.labels"), **manifest["metadata"]["labels"]}

@@ -26,6 +26,7 @@ _MERGE_KEYS = {
     "hostAliases": "ip",
 }
 """Lists that merge, with the key of their items: the merge keys of Kubernetes' PodSpec."""
+_ACCOUNT_FIELDS = ("serviceAccountName", "automountServiceAccountToken")
 _DIRECTIVE = "$patch"
 _RETAIN_KEYS = "$retainKeys"
 _MERGE, _REPLACE, _DELETE = "merge", "replace", "delete"
@@ -53,6 +54,24 @@ def require_map(value: object, path: str) -> dict[str, Any]:
     if value is None or isinstance(value, dict):
         return value or {}
     raise InvalidInput(f"template.{path}", value, "must be a map")
+
+
+def keep_account_and_program(spec: object, ours: Mapping[str, Any]) -> dict[str, Any]:
+    """The merged spec of a pod with the ServiceAccount of `ours`, the spec without templates.
+
+    Whoever may write a template could otherwise run a pod with the rights of any account of the namespace.
+
+    Raises:
+        InvalidInput: if the template has removed our first container, or its image.
+    """
+    kept = require_map(spec, "spec")
+    name = ours["containers"][0]["name"]
+    containers = kept.get("containers")
+    named = containers if isinstance(containers, list) else []
+    if not any(isinstance(c, dict) and c.get("name") == name and c.get("image") for c in named):
+        raise InvalidInput("template.spec.containers", containers, f"must keep the container {name}")
+    kept.pop("serviceAccount", None)
+    return {**kept, **{field: ours[field] for field in _ACCOUNT_FIELDS}}
 
 
 def _merge_map(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any] | None:

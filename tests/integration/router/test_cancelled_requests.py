@@ -196,13 +196,12 @@ async def test_requests_that_are_cancelled_at_any_time_leave_nothing_behind(
 
 
 async def use_quick_engines(world: RunningRouter, rng: random.Random) -> None:
-    """Replace the fake engines' servers by quicker ones."""
+    """Replace the engines' servers by quicker ones. The old ones close last: a probe may be on its way."""
     for name, engine in world.engines.items():
         server = await asyncio.get_running_loop().create_server(
             lambda engine=engine: EngineProtocol(engine, rng),  # type: ignore[misc]
             "127.0.0.1",
             0,
         )
-        world.servers[name].close()
-        world.servers[name] = server
+        world.servers[f"{name} before"], world.servers[name] = world.servers[name], server
         world.router.fleet[name].set_endpoint("127.0.0.1", server.sockets[0].getsockname()[1])

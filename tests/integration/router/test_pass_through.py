@@ -120,12 +120,12 @@ async def test_a_failing_engine(
 
 
 async def test_retries_are_charged_to_the_budget_of_all_requests(client: aiohttp.ClientSession) -> None:
-    async with run_router(*respond(respond_with_status(500), "d1", "d2")) as world:
+    async with run_router(*respond(respond_with_status(503), "d1", "d2")) as world:
         budget = world.router.journeys.retry_budget
         while budget.take_retry(time.monotonic()):
             pass
         async with client.post(world.url("/v1/embeddings"), json=BODY) as response:
-            assert response.status == 502
+            assert response.status == 503
         assert sum(len(engine.requests) for engine in world.engines.values()) == 1
         assert world.router.counters.stopped_requests == {"retry_budget": 1}
 

@@ -1,4 +1,7 @@
-"""`helm` as the documentation writes it: the actions and flags that it uses, run by Helm's own library."""
+"""`helm` as the documentation writes it: the actions and flags that it uses, run by Helm's own library.
+
+The library knows no `--reset-then-reuse-values`; the values of the release before are used instead.
+"""
 
 import argparse
 import os
@@ -25,7 +28,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("operand", nargs="?")
     parser.add_argument("--namespace", required=True)
     parser.add_argument("--create-namespace", action="store_true")
-    parser.add_argument("--reuse-values", action="store_true")
+    parser.add_argument("--reset-then-reuse-values", action="store_true", dest="reuse_values")
     parser.add_argument("--wait", action="store_true")
     parser.add_argument("--set", action="append", default=[], dest="settings")
     return parser.parse_args(arguments)
@@ -46,7 +49,7 @@ def _run(config: Config, options: argparse.Namespace) -> None:
         case "test":
             config.test(release, timeout=60)
         case "rollback":
-            config.rollback(release, version=int(options.operand), timeout=120, wait="watcher")
+            config.rollback(release, timeout=120, wait="watcher")
 
 
 def _nest(settings: list[str]) -> dict[str, object]:

@@ -123,7 +123,7 @@ def _name_objects(command: str) -> str:
         ("FILE", "chat.yaml"),
     ):
         command = re.sub(rf"\b{capitals}\b", name, command)
-    return command.replace("fulcrum ", "kubectl fulcrum ", 1) if command.startswith("fulcrum ") else command
+    return command
 
 
 NOT_TYPED = (

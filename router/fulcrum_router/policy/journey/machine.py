@@ -276,8 +276,13 @@ class Journey(JourneyChoices[V]):
     ) -> Action:
         """Have another instance generate the rest of a response that broke after its first byte."""
         self._failed_decode += (instance.name,)
+        if delivered_tokens is None:
+            self.failure, self.failed_status = failure, status
+            if failure in DEATHS:
+                self._context.engine_deaths.record(instance.name, now_s)
+            return self._end(now_s, Action.BREAK)
         stop = self._record_failure(now_s, instance, failure, status, started=True)
-        if delivered_tokens is None or stop is not None:
+        if stop is not None:
             self.stop_reason = stop
             return self._end(now_s, Action.BREAK)
         work = self.work

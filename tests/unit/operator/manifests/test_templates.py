@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from fulcrum_core.api import PDInstance
 from fulcrum_core.errors import InvalidInput
 from fulcrum_operator.manifests.children import service_children
+from fulcrum_operator.manifests.engine_pod import engine_pod
 from fulcrum_operator.manifests.names import InstallationSettings
 from fulcrum_operator.manifests.pod_template import apply_template
 from fulcrum_operator.plan.pools import desired_pools
@@ -20,6 +22,33 @@ from tests.unit.operator.builders import SETTINGS, service
 def test_other_directives_of_a_patch_are_refused(patch: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput):
         apply_template({}, patch)
+
+
+def make_engine_pod(template: dict[str, Any]) -> dict[str, Any]:
+    spec: dict[str, Any] = {"service": "chat", "pool": "chat-flex", "model": "m", "template": template}
+    spec["engine"] = {"type": "Simulated", "image": "registry.example/engine:1"}
+    made = PDInstance.model_validate({"metadata": {"name": "chat-0", "uid": "u"}, "spec": spec})
+    return engine_pod(made, service(), SETTINGS, startup_s=1.0)
+
+
+OWN_ACCOUNT = {"serviceAccountName": "admin", "serviceAccount": "admin", "automountServiceAccountToken": True}
+
+
+def test_no_template_changes_the_service_account_of_a_pod() -> None:
+    template = {"spec": OWN_ACCOUNT}
+    engine = make_engine_pod(template)["spec"]
+    router = router_children(template=template)[("Deployment", "chat-router")]["spec"]["template"]["spec"]
+    fields = ("serviceAccountName", "serviceAccount", "automountServiceAccountToken")
+    assert [[pod.get(field) for field in fields] for pod in (engine, router)] == [
+        ["chat-engine", None, False],
+        ["chat-router", None, True],
+    ]
+
+
+def test_a_template_that_removes_the_program_is_refused() -> None:
+    only_sidecar = {"spec": {"containers": [{"$patch": "replace"}, {"name": "sidecar", "image": "x"}]}}
+    with pytest.raises(InvalidInput, match="must keep the container engine"):
+        make_engine_pod(only_sidecar)
 
 
 def test_the_template_of_a_service_applies_to_pools_without_their_own() -> None:

@@ -351,6 +351,13 @@ def test_a_broken_response_goes_on_with_another_instance_after_the_output_so_far
     assert ledgers_are_empty(context)
 
 
+def test_a_broken_response_that_cannot_go_on_takes_no_retry_from_others() -> None:
+    context = make_context()
+    journey = begin_stream(context)
+    action = journey.decode_failed(0.3, Failure.TIMEOUT)
+    assert (action, context.retry_budget.retries) == (Action.BREAK, 0)
+
+
 @pytest.mark.parametrize("event", ["death", "no instance", "rejected", "aborted"])
 def test_a_response_that_cannot_go_on_is_broken(event: str) -> None:
     context = make_context()
