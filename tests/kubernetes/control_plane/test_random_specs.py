@@ -37,7 +37,7 @@ Spec = dict[str, Any]
 
 
 def valid_specs(count: int, seed: int) -> list[Spec]:
-    """This many random specs that model and CRD accept, with few instances each."""
+    """This many random specs that the model accepts, with few instances each."""
     found: list[Spec] = []
 
     @with_seed(seed)
@@ -69,9 +69,13 @@ class RandomService:
     first: Spec
     second: Spec
 
-    def create(self) -> None:
+    def create(self) -> bool:
+        """Create it; whether the API server accepts the first spec."""
         head = {"apiVersion": "fulcrum.dev/v1alpha1", "kind": "PDService", "metadata": {"name": "chat"}}
-        self.api.create("pdservices", {**head, "spec": self.first})
+        body = json.dumps({**head, "spec": self.first}).encode()
+        status, answer = self.api.cluster.request("POST", self.api.path("pdservices"), body)
+        assert status in (201, 422), answer
+        return status == 201
 
     def change(self) -> bool:
         """Replace the spec; whether the API server allows the change."""
@@ -118,8 +122,9 @@ def services(
 def test_random_services_fail_only_by_conditions_and_leave_nothing(
     services: list[RandomService], operator: OperatorProcess
 ) -> None:
-    for service in services:
-        service.create()
+    drawn = len(services)
+    services = [service for service in services if service.create()]
+    assert len(services) > drawn / 2
     for service in services:
         wait_until(service.is_reconciled, f"the status of {service.first}", timeout_s=60)
     found = [service.internal_error() for service in services]
