@@ -106,7 +106,7 @@ def play(
 @app.command()
 def up(
     file: Annotated[
-        Path | None, typer.Option("-f", "--file", help="Manifest to run; optional with --engine.")
+        Path | None, typer.Option("-f", "--file", help="Manifest to run; optional with --engine vllm-cpu.")
     ] = None,
     local: Annotated[
         bool, typer.Option("--local", help="Run the service as processes on this machine.")

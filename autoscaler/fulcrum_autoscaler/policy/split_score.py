@@ -136,7 +136,7 @@ def score_split(prefill: int, decode: int, need: Need, slo: Slo, *, horizon_s: f
 def _forecast_decodes(decode: int, need: Need, slo: Slo, horizon_s: float) -> tuple[float, float]:
     """Forecast the KV tokens and the requests of one decode instance after the horizon."""
     rates = need.rates
-    # x = a·I(x)/D with I(x) = intercept + slope·x; a latency above the objective is as bad as the objective
+    # x = a·I(x)/D with I(x) = intercept + slope·x; at most twice the objective
     steps = rates.token_steps / decode
     free = 1.0 - steps * need.itl_slope_s
     itl_s = need.itl_intercept_s / free if free > 0 else math.inf

@@ -1,4 +1,7 @@
-"""Chooses the instance that flips: Arrow's Algorithm 3 (try_flip). Used by `arrow`."""
+"""Chooses the instance that flips: Arrow's Algorithm 3 (try_flip).
+
+Used by `arrow`, by `balanced` and by the simulator's planners.
+"""
 
 import math
 from dataclasses import dataclass

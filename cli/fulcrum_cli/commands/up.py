@@ -20,7 +20,7 @@ from fulcrum_core.formatting import format_count
 def run(file: Path | None, *, engine: str | None, port: int) -> None:
     """Start the manifest's service, print its endpoint, and stop everything on Ctrl-C.
 
-    Without a manifest, the shipped example for the engine is started.
+    Without a manifest, `engine` must be vllm-cpu, whose shipped manifest is started then.
     """
     check_port(port)
     objects = _read_objects(file, None if engine is None else parse_choice("--engine", engine, LocalEngine))

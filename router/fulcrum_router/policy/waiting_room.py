@@ -20,7 +20,7 @@ from enum import Enum
 from typing import Protocol
 
 MAX_REQUESTS = 10_000
-"""Requests that wait at most; the next one is refused. Their bodies count in `data_path.limits`."""
+"""Requests that wait at most; the next one is refused. Their bodies count in `http1.limits`."""
 LATE_EVERY = 8
 """While late requests wait, one of this many that leave is late."""
 
