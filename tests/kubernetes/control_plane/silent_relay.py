@@ -62,6 +62,8 @@ class SilentRelay:
                 self._peers[one] = other
                 self._selector.register(one, selectors.EVENT_READ)
             return
+        if ready not in self._peers:  # closed after `select` returned: with its peer, or by `hang_up`
+            return
         try:
             data = ready.recv(65536)
         except OSError:
