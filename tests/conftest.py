@@ -11,13 +11,17 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import structlog
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from tests.paths import GOLDEN, ROOT
 
-settings.register_profile("fulcrum", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("fulcrum")
+settings.register_profile("shrink", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """No deadline: how long an example takes depends on the other work of the machine."""
+settings.register_profile(
+    "fulcrum", settings.get_profile("shrink"), phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
+"""A failing example is shown as it was found: a state machine's would be shrunk for up to five minutes."""
+settings.load_profile("fulcrum")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

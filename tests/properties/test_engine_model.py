@@ -2,7 +2,7 @@
 
 After every call: no block is lost or held without a reference; every request ends exactly once; prompt tokens
 are computed, cached or pulled; a lease protects its blocks, and a read without a lease is right exactly until
-the blocks are overwritten.
+the blocks are overwritten with other KV, or the last one by another prompt.
 """
 
 import random
@@ -125,9 +125,14 @@ class TrackedEngine:
         return Counter(block for blocks in (*runs, *leases) for block in blocks)
 
     def still_right(self, export: ExportedKv, prompt: bytes) -> bool:
-        """Whether the pool's blocks still hold this prompt, compared by its bytes."""
+        """Whether the pool's blocks still hold this prompt, compared by its bytes.
+
+        The last block must have been written by this very prompt: a read infers the prompt from it.
+        """
+        pool = self.engine._pool
+        if self.prompts[pool._written_by[export.block_ids[-1]].digest] != prompt:
+            return False
         for i, block in enumerate(export.block_ids):
-            pool = self.engine._pool
             wrote = self.prompts[pool._written_by[block].digest]
             end = (i + 1) * BLOCK_BYTES
             same = wrote == prompt or (len(prompt) >= end and wrote[:end] == prompt[:end])
@@ -221,7 +226,7 @@ class KvTransferMachine(RuleBasedStateMachine):
             assert gauges.running <= side.engine.profile.max_seqs
 
     @invariant()
-    def stale_reads_are_right_until_overwritten(self) -> None:
+    def reads_are_right_until_a_block_is_overwritten(self) -> None:
         for export, prompt in self.p.exports.values():
             own = prompt_digest(prompt)
             read = pulled_digest(self.p.engine.read_blocks(export.block_ids), own_digest=own)

@@ -9,7 +9,7 @@ the request before.
 import math
 from dataclasses import dataclass, field, replace
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -375,6 +375,4 @@ class Journeys(RuleBasedStateMachine):
 
 
 TestJourneys = Journeys.TestCase
-TestJourneys.settings = settings(
-    max_examples=120, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestJourneys.settings = settings(max_examples=120, stateful_step_count=50)

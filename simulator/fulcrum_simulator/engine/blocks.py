@@ -165,8 +165,10 @@ class BlockPool:
     def read(self, blocks: Sequence[int]) -> tuple[bytes, ...]:
         """Return for each block the digest of the prompt whose KV it holds.
 
-        The reader expects the prompt of the last block, and its blocks in sequence up to that one. A block
-        that another prompt with the same prefix wrote has the expected prompt's digest.
+        The reader does not name the prompt that it expects: the prompt that wrote the last block is taken for
+        it, with its blocks in sequence up to that one. An earlier block that another prompt with the same
+        prefix wrote has the expected prompt's digest. If the last block was reused by such a prompt, the KV
+        is right, but reads as that prompt's; on a real engine the text would be right.
 
         Raises:
             InvalidInput: if a block does not exist.

@@ -247,6 +247,17 @@ def test_a_prefix_written_by_another_prompt_reads_as_the_own_prompt() -> None:
     assert p.read_blocks(export.block_ids) == (prompt_digest(PROMPT),) * 3
 
 
+def test_the_last_block_counts_as_reused_even_if_a_longer_prompt_wrote_the_same_kv() -> None:
+    p = engine("p", blocks=3)
+    longer = PROMPT[:32] + OTHER_PROMPT[:4]
+    export = export_prompt(p, "r-p", PROMPT[:32])
+    p.expire_leases(30.0)
+    for name, prompt in [("evicts the last block", OTHER_PROMPT[:32]), ("writes it again", longer)]:
+        p.submit(request(name, prompt, arrival_s=31.0))
+        step(p, 31.0)
+    assert p.read_blocks(export.block_ids) == (prompt_digest(longer),) * 2
+
+
 def test_the_same_prompt_in_another_block_order_reads_as_wrong_text() -> None:
     p = engine("p", blocks=3)
     export = export_prompt(p, "r-p", PROMPT)
