@@ -266,13 +266,23 @@ def _keep_read_fields(kind: ObjectKind, body: Object) -> Object:
     meta = {key: value for key, value in body["metadata"].items() if key != "managedFields"}
     parts = {key: body[key] for key in _READ_FIELDS if key in body}
     if kind == POD:
-        if "nodeName" in body.get("spec", {}):
-            parts["spec"] = {"nodeName": body["spec"]["nodeName"]}
+        if spec := _keep_pod_spec(body):
+            parts["spec"] = spec
     elif kind == SERVICE:
         parts["spec"] = {"ipFamilies": body.get("spec", {}).get("ipFamilies")}
     if kind != POD and (owned := owned_fields(body)) is not None:
         parts[OWNED_FIELDS] = owned
     return {"metadata": meta, **parts}
+
+
+def _keep_pod_spec(pod: Object) -> Object:
+    """The node of a pod and, of a router, the arguments."""
+    spec = pod.get("spec", {})
+    kept = {"nodeName": spec["nodeName"]} if "nodeName" in spec else {}
+    if ROUTER_LABEL in (pod["metadata"].get("labels") or {}):
+        found = spec.get("containers", ())
+        kept["containers"] = [{"name": each["name"], "args": each.get("args", [])} for each in found]
+    return kept
 
 
 def _namespaced_name(stored: CachedObject) -> tuple[str, str]:

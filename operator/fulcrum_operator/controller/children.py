@@ -43,6 +43,7 @@ from fulcrum_operator.controller.field_ownership import (
     as_applied_fields,
     owns_all_fields,
 )
+from fulcrum_operator.controller.pods.router_pods import serves_tls
 from fulcrum_operator.controller.work_queue import backoff_s
 from fulcrum_operator.manifests.children import CREATE_ONLY_KINDS, needed_children, service_children
 from fulcrum_operator.manifests.names import ENGINE_ACCOUNT_SUFFIX, InstallationSettings
@@ -123,7 +124,12 @@ class Children:
         refusals = dict[_Name, _Refusal]()
         waiting = dict[_Name, _Name]()
         # One after the other, in this order: a RoleBinding needs its Role.
-        made, invalid = _make_manifests(service, self._settings, min_available=min_available)
+        made, invalid = _make_manifests(
+            service,
+            self._settings,
+            min_available=min_available,
+            serves_tls=serves_tls(self._cache, service),
+        )
         for child in made:
             name = child["kind"], child["metadata"]["name"]
             taken = next((waiting[each] for each in needed_children(child) if each in waiting), None)
@@ -356,12 +362,12 @@ class Children:
 
 
 def _make_manifests(
-    service: PDService, settings: InstallationSettings, *, min_available: int
+    service: PDService, settings: InstallationSettings, *, min_available: int, serves_tls: bool
 ) -> tuple[list[Object], list[FailureCause]]:
     """The children, and why the last one cannot be made."""
     made = []
     try:
-        for child in service_children(service, settings, min_available=min_available):
+        for child in service_children(service, settings, min_available=min_available, serves_tls=serves_tls):
             made.append(child)  # noqa: PERF402 - those before an error count
     except InvalidInput as error:
         text = f"Deployment {service.metadata.name}-router: {error}"

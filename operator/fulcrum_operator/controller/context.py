@@ -89,7 +89,7 @@ class ReconcileContext:
     engine_facts: Callable[[PDInstance], EngineFacts]
     """Identity, start-up time and fit of an instance's engine."""
     router: RouterView | None = None
-    router_failures: Callable[[ServiceKey], tuple[FailureCause, ...]] = lambda _key: ()
+    router_failures: Callable[[ServiceKey], Problems] = lambda _key: Problems()
     """Why routers of the service cannot start."""
     installation_problems: Callable[[], tuple[FailureCause, ...]] = tuple
     """What the installation lacks: fields of the CRDs, the permission to watch nodes."""

@@ -147,7 +147,7 @@ class Leader:
             clock=self._clock,
             engine_facts=self._engine_facts,
             router=self._router_view,
-            router_failures=lambda key: find_router_failures(self._cache, key),
+            router_failures=lambda key: find_router_failures(self._cache, key, now_s=self._clock.now_s()),
             installation_problems=self._installation_problems,
             models=self._model_reader,
             check_not_deleted=lambda service: check_not_deleted(service, self._connection.objects),

@@ -108,9 +108,10 @@ async def _reconcile_once(key: ServiceKey, context: ReconcileContext) -> float |
     retry_s = _remember_problems(key, context, refused, later)
     next_poll_s = _next_poll_s(observed, memory)
     recheck_s = RECHECK_S if observed.node_loss_disputed else None
+    routers_s = context.router_failures(key).retry_after_s
     delays_s = [
         delay_s
-        for delay_s in (plan.requeue_after_s, status_due_s, next_poll_s, recheck_s, retry_s)
+        for delay_s in (plan.requeue_after_s, status_due_s, next_poll_s, recheck_s, retry_s, routers_s)
         if delay_s is not None
     ]
     return min(delays_s, default=None)
@@ -214,7 +215,7 @@ async def _observe(
         taken_pools=owned.taken_pools,
         taken_names=owned.taken_names,
         problems=memory.problems,
-        router_failures=context.router_failures(key),
+        router_failures=context.router_failures(key).causes,
         now_s=context.clock.now_s(),
     )
     observed = mark_invalid_engines(observed, invalid)

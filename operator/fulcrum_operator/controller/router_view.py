@@ -9,6 +9,7 @@ from fulcrum_core.api import PDService
 from fulcrum_core.router_state import RouterState
 from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.context import ServiceKey
+from fulcrum_operator.controller.pods.router_pods import serves_tls
 from fulcrum_operator.manifests.names import STATE_PORT, service_url
 
 STATE_URL_TEMPLATE = f"http://{{service}}.{{namespace}}.svc:{STATE_PORT}"
@@ -43,7 +44,9 @@ class ClusterRouterView:
         if not any(endpoint.get("conditions", {}).get("ready", True) for endpoint in endpoints):
             return None
         service = self._cache.get_resource(PDService, key.namespace, key.name)
-        return None if service is None else service_url(service)
+        if service is None:
+            return None
+        return service_url(service, serves_tls=serves_tls(self._cache, service))
 
     async def read_state(self, key: ServiceKey) -> RouterState | None:
         """State of the active router; None if it does not respond or the Service is somebody else's."""

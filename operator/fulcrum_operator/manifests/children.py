@@ -43,6 +43,8 @@ _NEEDED_KINDS = {
 """Kinds of a router's children that another one of its children refers to by name."""
 TLS_VOLUME, TLS_FOLDER = "tls", "/var/run/secrets/fulcrum.dev/tls"
 """Volume and folder of the Secret with the router's certificate."""
+TLS_OPTION = "--tls-certificate"
+"""Option of a router that serves TLS."""
 ROUTER_TEARDOWN_S = 10
 """Seconds from the end of the router's drain to the exit of its process."""
 
@@ -55,7 +57,7 @@ _SCRAPE_ANNOTATIONS = {"prometheus.io/scrape": "true", "prometheus.io/port": str
 
 
 def service_children(
-    service: PDService, settings: InstallationSettings, *, min_available: int
+    service: PDService, settings: InstallationSettings, *, min_available: int, serves_tls: bool = False
 ) -> Iterator[dict[str, Any]]:
     """Yield all objects that the service needs besides its instances, in the order of creation.
 
@@ -63,6 +65,7 @@ def service_children(
         service: The owner of the objects.
         settings: Settings of the installation, the same for all services.
         min_available: Least number of instances that evictions leave.
+        serves_tls: Whether clients reach the active router by TLS.
 
     Raises:
         InvalidInput: instead of the Deployment, the last one, if the template of the router is invalid.
@@ -72,7 +75,7 @@ def service_children(
     yield _role(service)
     yield _role_binding(service)
     yield _lease(service)
-    yield _service(service)
+    yield _service(service, serves_tls=serves_tls)
     yield _endpoint_slice(service)
     yield _router_policy(service, settings)
     yield _engine_policy(service, settings)
@@ -143,14 +146,15 @@ def _lease(service: PDService) -> dict[str, Any]:
     return _child(service, "coordination.k8s.io/v1", "Lease", "router", spec={})
 
 
-def _service(service: PDService) -> dict[str, Any]:
+def _service(service: PDService, *, serves_tls: bool) -> dict[str, Any]:
     """Without a selector: only the active router gets traffic, not every ready one.
 
     The port's name is the same with TLS, because the EndpointSlice names its ports by it.
     """
-    port = {"name": "http", "port": service_port(service), "targetPort": HTTP_PORT, "protocol": "TCP"}
+    clients_port = service_port(serves_tls=serves_tls)
+    port = {"name": "http", "port": clients_port, "targetPort": HTTP_PORT, "protocol": "TCP"}
     ports = [
-        {**port, "appProtocol": "https"} if service.spec.router.tls else port,
+        {**port, "appProtocol": "https"} if serves_tls else port,
         {"name": "state", "port": STATE_PORT, "targetPort": STATE_PORT, "protocol": "TCP"},
     ]
     return _child(service, "v1", "Service", "", spec={"type": "ClusterIP", "ports": ports})
@@ -249,11 +253,16 @@ def _disruption_budget(
 
 
 def _deployment(service: PDService, settings: InstallationSettings) -> dict[str, Any]:
+    """One router remains until a new one is ready: new ones may lack a Secret, an image or room."""
     selector = router_selector(service)
+    max_unavailable = min(1, settings.router_replicas - 1)
     spec = {
         "replicas": settings.router_replicas,
         "revisionHistoryLimit": 3,
-        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1, "maxSurge": 1}},
+        "strategy": {
+            "type": "RollingUpdate",
+            "rollingUpdate": {"maxUnavailable": max_unavailable, "maxSurge": 1},
+        },
         "selector": {"matchLabels": selector},
         "template": _router_pod_template(service, settings),
     }
@@ -341,7 +350,7 @@ def _router_container(service: PDService, settings: InstallationSettings) -> dic
 def _router_arguments(service: PDService, settings: InstallationSettings) -> list[str]:
     name, namespace = service.metadata.name, service.metadata.namespace
     callers = ",".join((settings.operator.subject, settings.autoscaler.subject))
-    files = ("--tls-certificate", f"{TLS_FOLDER}/tls.crt", "--tls-key", f"{TLS_FOLDER}/tls.key")
+    files = (TLS_OPTION, f"{TLS_FOLDER}/tls.crt", "--tls-key", f"{TLS_FOLDER}/tls.key")
     return [
         *("--service", name, "--namespace", namespace, "--store", "in-cluster"),
         *("--host", "*", "--port", str(HTTP_PORT), "--state-port", str(STATE_PORT)),

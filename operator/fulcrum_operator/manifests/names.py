@@ -101,14 +101,14 @@ def image_pull_secrets(settings: InstallationSettings) -> dict[str, Any]:
     return {"imagePullSecrets": [{"name": name} for name in names]} if names else {}
 
 
-def service_port(service: PDService) -> int:
+def service_port(*, serves_tls: bool) -> int:
     """Port of the Service for clients."""
-    return SERVICE_TLS_PORT if service.spec.router.tls else SERVICE_PORT
+    return SERVICE_TLS_PORT if serves_tls else SERVICE_PORT
 
 
-def service_url(service: PDService) -> str:
+def service_url(service: PDService, *, serves_tls: bool) -> str:
     """URL of the Service for clients in the cluster."""
-    scheme = "https" if service.spec.router.tls else "http"
+    scheme = "https" if serves_tls else "http"
     return f"{scheme}://{service.metadata.name}.{service.metadata.namespace}.svc"
 
 

@@ -103,3 +103,28 @@ def test_a_deleted_child_is_created_again(api: NamespaceClient, kind: str, name:
     before = api.get(kind, name)["metadata"]["uid"]
     api.delete(kind, name)
     wait_until(lambda: api.get(kind, name)["metadata"]["uid"] != before, "a new object")
+
+
+def router_serves(api: NamespaceClient, name: str, *args: str) -> None:
+    """Create a router's pod and write the EndpointSlice as that router does when it becomes active."""
+    labels = {"fulcrum.dev/router": "chat", "app.kubernetes.io/managed-by": "fulcrum-operator"}
+    container = {"name": "router", "image": "localhost/fulcrum:1", "args": list(args)}
+    api.create("pods", {"metadata": {"name": name, "labels": labels}, "spec": {"containers": [container]}})
+    endpoint = {"addresses": ["10.1.2.3"], "targetRef": {"kind": "Pod", "name": name}}
+    api.patch("discovery.k8s.io/v1/endpointslices", "chat-router", {"endpoints": [endpoint]})
+
+
+def test_clients_keep_their_port_until_a_router_serves_tls(api: NamespaceClient, log: Path) -> None:
+    """The Secret may be missing or wrong: the new routers then do not start, and the former ones serve."""
+
+    def ports() -> list[int]:
+        return [port["port"] for port in spec(api, "services", "chat")["ports"]]
+
+    router_serves(api, "former")
+    counted, seen = applied(log, api, DEPLOYMENTS, "chat-router"), [ports()]
+    api.patch("pdservices", "chat", {"spec": {"router": {"tls": {"secretName": "missing"}}}})
+    wait_until(lambda: applied(log, api, DEPLOYMENTS, "chat-router") > counted, "the new Deployment")
+    seen.append(ports())
+    router_serves(api, "new", "--tls-certificate", "/tls.crt")
+    wait_until(lambda: ports() == [443, 9091], "the port of TLS")
+    assert seen == [[80, 9091]] * 2

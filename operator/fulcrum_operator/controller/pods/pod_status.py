@@ -167,6 +167,22 @@ def start_failure_of(pod: Pod) -> StartFailure | None:
     return None
 
 
+def without_sandbox_since_s(pod: Pod) -> float | None:
+    """Unix time since when the pod waits on its node for volumes and network; None if it does not.
+
+    Images are pulled afterwards. The kubelet names a volume that it cannot mount in Events only.
+    """
+    scheduled, sandbox = (
+        _find_condition(pod, "PodScheduled"),
+        _find_condition(pod, "PodReadyToStartContainers"),
+    )
+    waits = scheduled.get("status") == "True" and sandbox.get("status") == "False"
+    if not waits or pod.get("status", {}).get("phase") in _FINISHED_PHASES:
+        return None
+    since = sandbox.get("lastTransitionTime") or scheduled.get("lastTransitionTime")
+    return parse_time(since) if since else None
+
+
 def _start_failure(cluster_reason: str, message: str | None) -> StartFailure:
     """The failure with the cluster's own reason in front of its message."""
     if cluster_reason in conditions.IMAGE_PULL_ERRORS:

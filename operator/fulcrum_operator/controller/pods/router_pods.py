@@ -1,28 +1,67 @@
-"""Why a service's routers cannot start: from the statuses of their Deployment and its pods."""
+"""A service's router pods: why they cannot start, and whether the active one serves TLS."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from fulcrum_cluster.objects import DEPLOYMENT, POD
-from fulcrum_core.api import conditions
+from fulcrum_cluster.objects import DEPLOYMENT, ENDPOINT_SLICE, POD
+from fulcrum_core.api import PDService, conditions
 from fulcrum_core.api.labels import ROUTER_LABEL
 from fulcrum_operator.controller.cache import ObjectCache
-from fulcrum_operator.controller.context import ServiceKey
-from fulcrum_operator.controller.pods.pod_status import Pod, last_exit_of, start_failure_of
+from fulcrum_operator.controller.context import Problems, ServiceKey
+from fulcrum_operator.controller.pods.pod_status import (
+    Pod,
+    last_exit_of,
+    start_failure_of,
+    without_sandbox_since_s,
+)
+from fulcrum_operator.manifests.children import TLS_OPTION
 from fulcrum_operator.plan.observed import FailureCause
 
+SANDBOX_WAIT_S = 60.0
+"""Seconds for which a pod on its node may wait for its volumes and its network."""
 _MESSAGE_LENGTH_MAX = 400
 
 
-def find_router_failures(cache: ObjectCache, key: ServiceKey) -> tuple[FailureCause, ...]:
-    """The failures of a service's routers; empty while they start as usual, and once they run."""
+def find_router_failures(cache: ObjectCache, key: ServiceKey, *, now_s: float) -> Problems:
+    """The failures of a service's routers, and when one may have lasted long enough to be reported.
+
+    There are none while routers start as usual, and once they run.
+    """
     deployment = cache.get_object(DEPLOYMENT, key.namespace, f"{key.name}-router")
     pods = [
         pod
         for pod in cache.list_objects(POD, key.namespace)
         if pod["metadata"].get("labels", {}).get(ROUTER_LABEL) == key.name
+        and "deletionTimestamp" not in pod["metadata"]
     ]
-    return (*_find_refused_pods(deployment or {}), *(f for pod in pods for f in _find_in_pod(pod)))
+    waits = [(pod, at_s + SANDBOX_WAIT_S) for pod in pods if (at_s := without_sandbox_since_s(pod))]
+    service = cache.get_resource(PDService, key.namespace, key.name)
+    stuck = (_describe_stuck(pod, service) for pod, deadline_s in waits if now_s >= deadline_s)
+    later = (deadline_s - now_s for _, deadline_s in waits if now_s < deadline_s)
+    found = (*_find_refused_pods(deployment or {}), *(f for pod in pods for f in _find_in_pod(pod)), *stuck)
+    return Problems(found, min(later, default=None))
+
+
+def serves_tls(cache: ObjectCache, service: PDService) -> bool:
+    """Whether clients reach the service by TLS: as the active router serves; if there is none, as specified.
+
+    After a change of `spec.router.tls` the former routers serve until new ones are ready.
+    """
+    meta = service.metadata
+    found = cache.get_object(ENDPOINT_SLICE, meta.namespace, f"{meta.name}-router") or {}
+    names = (each.get("targetRef", {}).get("name", "") for each in found.get("endpoints") or ())
+    pods = (cache.get_object(POD, meta.namespace, name) for name in names)
+    active = next((pod for pod in pods if pod is not None), None)
+    if active is None:
+        return service.spec.router.tls is not None
+    return any(TLS_OPTION in container["args"] for container in active.get("spec", {}).get("containers", ()))
+
+
+def _describe_stuck(pod: Pod, service: PDService | None) -> FailureCause:
+    name, tls = pod["metadata"]["name"], service.spec.router.tls if service else None
+    secret = f"; does the Secret {tls.secret_name} exist?" if tls else ""
+    text = f"router {name}: its volumes or its network are not ready after {SANDBOX_WAIT_S:.0f} s{secret}"
+    return FailureCause(conditions.ROUTER_START_FAILED, text, f"{name}/sandbox")
 
 
 def _find_refused_pods(deployment: dict[str, Any]) -> Iterator[FailureCause]:
@@ -35,7 +74,7 @@ def _find_refused_pods(deployment: dict[str, Any]) -> Iterator[FailureCause]:
 
 
 def _find_in_pod(pod: Pod) -> Iterator[FailureCause]:
-    failure = None if "deletionTimestamp" in pod["metadata"] else start_failure_of(pod)
+    failure = start_failure_of(pod)
     if failure is None:
         return
     name, ended = pod["metadata"]["name"], last_exit_of(pod, "router")

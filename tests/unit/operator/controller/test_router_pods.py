@@ -4,12 +4,15 @@ from typing import Any
 
 import pytest
 
-from fulcrum_cluster.objects import DEPLOYMENT, POD
+from fulcrum_cluster.objects import DEPLOYMENT, ENDPOINT_SLICE, POD
+from fulcrum_core.api import PDService
 from fulcrum_core.api.labels import ROUTER_LABEL
+from fulcrum_core.api.meta import format_time
 from fulcrum_operator.controller.cache import ObjectCache
-from fulcrum_operator.controller.context import ServiceKey
-from fulcrum_operator.controller.pods.router_pods import find_router_failures
+from fulcrum_operator.controller.context import Problems, ServiceKey
+from fulcrum_operator.controller.pods.router_pods import find_router_failures, serves_tls
 from fulcrum_operator.plan.observed import FailureCause
+from tests.unit.operator.builders import NOW_S, service
 
 KEY = ServiceKey("default", "chat")
 
@@ -36,7 +39,12 @@ def find_failures(pods: list[dict[str, Any]], *conditions: dict[str, str]) -> tu
     cache.put_object(DEPLOYMENT, deployment)
     for pod in pods:
         cache.put_object(POD, pod)
-    return find_router_failures(cache, KEY)
+    return find_router_failures(cache, KEY, now_s=NOW_S).causes
+
+
+def service_with_tls() -> PDService:
+    made = service(router={"tls": {"secretName": "chat-tls"}})
+    return made.replace(metadata=made.metadata.model_copy(update={"resource_version": "1"}))
 
 
 @pytest.mark.parametrize(
@@ -81,3 +89,59 @@ def test_a_deployment_that_may_not_create_pods_is_a_failure_cause() -> None:
 
 def test_a_starting_router_is_no_failure() -> None:
     assert find_failures([waiting_pod("ContainerCreating")]) == ()
+
+
+def pod_without_sandbox(sandbox: str) -> dict[str, Any]:
+    pod = waiting_pod("ContainerCreating")
+    found = (("PodScheduled", "True", NOW_S), ("PodReadyToStartContainers", sandbox, NOW_S + 1))
+    pod["status"]["conditions"] = [
+        {"type": kind, "status": status, "lastTransitionTime": format_time(at_s)}
+        for kind, status, at_s in found
+    ]
+    return pod
+
+
+@pytest.mark.parametrize(
+    ("sandbox", "after_s", "problems"),
+    [
+        pytest.param("False", 10.0, Problems((), 51.0), id="soon after the pod was placed"),
+        pytest.param(
+            "False",
+            61.0,
+            Problems(
+                (
+                    FailureCause(
+                        "RouterStartFailed",
+                        "router r-1: its volumes or its network are not ready after 60 s; "
+                        "does the Secret chat-tls exist?",
+                        "r-1/sandbox",
+                    ),
+                )
+            ),
+            id="a Secret that does not exist",
+        ),
+        pytest.param("True", 300.0, Problems(), id="an image that is being pulled"),
+    ],
+)
+def test_a_router_whose_volumes_are_not_ready_names_the_secret(
+    sandbox: str, after_s: float, problems: Problems
+) -> None:
+    cache = ObjectCache(lambda _key: None)
+    cache.put_resource(service_with_tls())
+    cache.put_object(POD, pod_without_sandbox(sandbox))
+    assert find_router_failures(cache, KEY, now_s=NOW_S + after_s) == problems
+
+
+def test_clients_reach_the_service_as_its_active_router_serves() -> None:
+    plain, with_tls = service(), service_with_tls()
+    cache = ObjectCache(lambda _key: None)
+    seen = [(serves_tls(cache, plain), serves_tls(cache, with_tls))]
+    for version, args in enumerate(([], ["--tls-certificate", "/tls.crt"]), start=1):
+        pod = waiting_pod("") | {"spec": {"containers": [{"name": "router", "args": args}]}}
+        pod["metadata"]["resourceVersion"] = str(version)
+        endpoints = [{"addresses": ["10.0.0.1"], "targetRef": {"kind": "Pod", "name": "r-1"}}]
+        meta = {"name": "chat-router", "namespace": "default", "resourceVersion": str(version)}
+        cache.put_object(POD, pod)
+        cache.put_object(ENDPOINT_SLICE, {"metadata": meta, "endpoints": endpoints})
+        seen.append((serves_tls(cache, plain), serves_tls(cache, with_tls)))
+    assert seen == [(False, True), (False, False), (True, True)]

@@ -64,7 +64,8 @@ def test_the_template_of_a_service_applies_to_pools_without_their_own() -> None:
 
 def router_children(settings: InstallationSettings = SETTINGS, **router: Any) -> dict[Any, Any]:
     owner = service(router=router)
-    made = service_children(owner, settings, min_available=1)
+    tls = owner.spec.router.tls is not None
+    made = service_children(owner, settings, min_available=1, serves_tls=tls)
     return {(child["kind"], child["metadata"]["name"]): child for child in made}
 
 
@@ -102,3 +103,10 @@ def test_routers_serve_tls_from_the_secret_that_the_service_names() -> None:
     assert probes == ["HTTPS", "HTTPS"]
     port = made["Service", "chat"]["spec"]["ports"][0]
     assert (port["name"], port["port"], port["appProtocol"]) == ("http", 443, "https")
+
+
+@pytest.mark.parametrize(("replicas", "max_unavailable"), [(1, 0), (2, 1), (3, 1)])
+def test_one_router_remains_until_a_new_one_is_ready(replicas: int, max_unavailable: int) -> None:
+    made = router_children(dataclasses.replace(SETTINGS, router_replicas=replicas))
+    strategy = made["Deployment", "chat-router"]["spec"]["strategy"]["rollingUpdate"]
+    assert strategy == {"maxUnavailable": max_unavailable, "maxSurge": 1}
