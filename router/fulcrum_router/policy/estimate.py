@@ -133,14 +133,18 @@ _PRIOR_WEIGHT = 0.05
 """Constant weight of a prior's sample; a measured sample starts with weight 1 and decays."""
 
 
+_OUTLIER = 10.0
+"""A sample counts as at most so many times the usual duration of its work: an engine that stalled for a
+minute must not decide the model."""
 _SHORTEST_S, _LONGEST_S = 1e-9, 1e9
 """Bounds of a duration that can be true; beyond them the squares of `solve` could be 0 or infinite."""
 
 
 class NonNegativeLeastSquares:
-    """Coefficients θ ≥ 0 of y = Σ θ_k·x_k that minimise Σ w·((y − θ·x)/y)²; w decays with a sample's age.
+    """Coefficients θ ≥ 0 of y = Σ θ_k·x_k that minimise Σ w·((y − θ·x)/p)²; w decays with a sample's age.
 
-    The normal equations are stored as sums.
+    p is what the prior predicts of the sample, and not y: errors relative to y would give the most weight to
+    the samples that came out too short. The normal equations are stored as sums.
     """
 
     __slots__ = (
@@ -160,7 +164,7 @@ class NonNegativeLeastSquares:
         self._xtx = [[0.0] * size for _ in range(size)]
         self._xty = [0.0] * size
         for features, value in prior:
-            self._accumulate(features, value, _PRIOR_WEIGHT)
+            self._accumulate(features, value, value, _PRIOR_WEIGHT)
         self._prior_xtx, self._prior_xty = self._xtx, self._xty
         self._xtx = [[0.0] * size for _ in range(size)]
         self._xty = [0.0] * size
@@ -175,12 +179,14 @@ class NonNegativeLeastSquares:
         """
         if not _SHORTEST_S <= value <= _LONGEST_S or not all(0 <= x <= _LONGEST_S for x in features):
             return False
-        self._log_scale = self._decay * self._log_scale + math.log(value / max(prior_value, 1e-6))
+        expected = max(prior_value, 1e-6)
+        self._log_scale = self._decay * self._log_scale + math.log(value / expected)
         self._log_weight = self._decay * self._log_weight + 1.0
         for row in self._xtx:
             row[:] = [self._decay * cell for cell in row]
         self._xty = [self._decay * cell for cell in self._xty]
-        self._accumulate(features, value, 1.0)
+        usual = expected * math.exp(self._log_scale / self._log_weight)
+        self._accumulate(features, min(value, _OUTLIER * usual), expected, 1.0)
         self.count += 1
         return True
 
@@ -188,19 +194,19 @@ class NonNegativeLeastSquares:
         """Compute the best coefficients for the samples so far."""
         scale = math.exp(self._log_scale / self._log_weight) if self._log_weight else 1.0
         xtx = [
-            [a + b / scale**2 for a, b in zip(r, p, strict=True)]
+            [a + b for a, b in zip(r, p, strict=True)]
             for r, p in zip(self._xtx, self._prior_xtx, strict=True)
         ]
-        xty = [a + b / scale for a, b in zip(self._xty, self._prior_xty, strict=True)]
+        xty = [a + b * scale for a, b in zip(self._xty, self._prior_xty, strict=True)]
         return solve_not_negative(xtx, xty)
 
-    def _accumulate(self, features: Sequence[float], value: float, weight: float) -> None:
-        scaled = [x / value for x in features]
+    def _accumulate(self, features: Sequence[float], value: float, expected: float, weight: float) -> None:
+        scaled = [x / expected for x in features]
         for i, left in enumerate(scaled):
             row = self._xtx[i]
             for j, right in enumerate(scaled):
                 row[j] += weight * left * right
-            self._xty[i] += weight * left
+            self._xty[i] += weight * left * value / expected
 
 
 _REFIT_EVERY = 32
@@ -220,7 +226,7 @@ class PrefillPredictor:
         self.drift = PredictionErrorMean()
         """How far `model` is from the last samples, before they are learned."""
         self._fit = NonNegativeLeastSquares(
-            [(_prefill_features(n, n * n), max(prior.ttft_s(n), 1e-6)) for n in _PRIOR_PROMPT_TOKENS]
+            [(_prefill_features(1, n, n * n), max(prior.ttft_s(n), 1e-6)) for n in _PRIOR_PROMPT_TOKENS]
         )
 
     @property
@@ -232,7 +238,7 @@ class PrefillPredictor:
         """Learn from computed prompts; `model` changes when a refit is due."""
         predicted_s = _predict_prefill_s(self.model, sample)
         self.drift.learn(predicted_s=predicted_s, measured_s=sample.duration_s)
-        features = _prefill_features(sample.tokens, sample.squares)
+        features = _prefill_features(sample.responses, sample.tokens, sample.squares)
         usable = self._fit.learn(
             features, sample.duration_s, prior_value=_predict_prefill_s(self._prior, sample)
         )
@@ -242,11 +248,11 @@ class PrefillPredictor:
 
 
 def _predict_prefill_s(model: PrefillModel, sample: PrefillSample) -> float:
-    return model.c0 + model.c1 * sample.tokens + model.c2 * sample.squares
+    return model.c0 * sample.responses + model.c1 * sample.tokens + model.c2 * sample.squares
 
 
-def _prefill_features(tokens: float, squares: float) -> tuple[float, float, float]:
-    return (1.0, tokens / _PROMPT_UNIT, squares / _PROMPT_UNIT**2)
+def _prefill_features(responses: int, tokens: float, squares: float) -> tuple[float, float, float]:
+    return (float(responses), tokens / _PROMPT_UNIT, squares / _PROMPT_UNIT**2)
 
 
 class DecodePredictor:

@@ -2,14 +2,19 @@
 
 An engine computes prompts in the order of arrival. So the time of the oldest prompt counts from the previous
 response, or from its own arrival if nothing was in flight: the queue is left out without being known.
-Prompts that one engine step computes together are answered together, and become one sample, as do prompts
-that overtook the oldest one. Prompt tokens from the prefix cache were not computed.
+An engine fills the last step of a prompt with the begin of the next one, so that the one comes out too long
+and the other too short. Therefore a sample has all prompts until the engine has none left, or those of
+`RESPONSES_MAX` responses. Prompts that one step completes are answered together and count as one response, as
+do prompts that overtook the oldest one. Prompt tokens from the prefix cache were not computed.
 """
 
 from typing import NamedTuple
 
 TOGETHER_S = 0.003
 """Responses that are less than this apart come from one engine step: a step takes longer."""
+
+RESPONSES_MAX = 8
+"""Most responses in a sample: what its prompts share with those before and after it is then a small part."""
 
 
 class PrefillSample(NamedTuple):
@@ -20,6 +25,7 @@ class PrefillSample(NamedTuple):
     squares: int
     """Token pairs of their attention: Σ (n² − cached²)."""
     duration_s: float
+    responses: int = 1
 
 
 class PrefillSampler:
@@ -51,12 +57,12 @@ class PrefillSampler:
             return []
         self._overtaking_tokens = self._overtaking_squares = 0
         held, complete = self._held, []
-        if held is not None and computed_for_s < TOGETHER_S:
-            computed, squares = computed + held.tokens, squares + held.squares
-            computed_for_s += held.duration_s
-        elif held is not None:
+        together = computed_for_s < TOGETHER_S
+        if held is not None and held.responses == RESPONSES_MAX and not together:
             complete.append(held)
-        self._held = PrefillSample(computed, squares, computed_for_s)
+            held = None
+        sample = PrefillSample(computed, squares, computed_for_s)
+        self._held = sample if held is None else _join(held, sample, together=together)
         if not more_in_flight:
             complete.append(self._held)
             self._held = None
@@ -66,3 +72,12 @@ class PrefillSampler:
         """Forget what is not complete: a leg failed, or the engine did other work meanwhile."""
         self._held = None
         self._overtaking_tokens = self._overtaking_squares = 0
+
+
+def _join(held: PrefillSample, sample: PrefillSample, *, together: bool) -> PrefillSample:
+    return PrefillSample(
+        held.tokens + sample.tokens,
+        held.squares + sample.squares,
+        held.duration_s + sample.duration_s,
+        held.responses + (not together),
+    )

@@ -113,7 +113,8 @@ class JourneyContext(Generic[V]):
         """Count a request that arrives in the demand."""
         candidates = self.fleet.candidates
         able = candidates.prefill or candidates.decode
-        prefill_s = able[0].prefill_model.ttft_s(work.prompt_tokens) if able else 0.0
+        tokens = work.prompt_tokens
+        prefill_s = sum(i.prefill_model.ttft_s(tokens) for i in able) / len(able) if able else 0.0
         self.demand.record(tenant=work.tenant, prompt_tokens=work.prompt_tokens, prefill_s=prefill_s)
 
     def waiting_share_s(self, instance: V) -> float:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from fulcrum_core.latency import PrefillModel
 from fulcrum_core.router_state import DemandState
 from fulcrum_core.values import Role
 from fulcrum_router.policy.demand import DEFAULT_OUTPUT_TOKENS, Demand, OutputLengths
@@ -36,6 +37,15 @@ def test_the_output_is_that_of_earlier_prompts_of_the_tenant_and_length(
 
 def test_before_the_first_answer_a_usual_length_is_predicted() -> None:
     assert OutputLengths().predict("", 10) == DEFAULT_OUTPUT_TOKENS
+
+
+def test_the_prefill_work_of_an_arrival_is_the_mean_over_the_prefill_instances() -> None:
+    instances = instance("p1"), instance("p2"), instance("d1")
+    for each, seconds in zip(instances, (3.0, 1.0, 5.0), strict=True):
+        each.prefill_model = PrefillModel(c0=seconds, c1=0.0, c2=0.0)
+    context = JourneyContext(FakeFleet(instances), TransferPairs())
+    Journey(context, work(100)).begin(0.0)
+    assert context.demand.snapshot().prefill_s == 2.0
 
 
 def test_a_journey_counts_its_arrival_and_learns_from_its_answer() -> None:

@@ -109,6 +109,14 @@ def test_samples_of_one_prompt_length_keep_the_prefill_curve_increasing() -> Non
     assert predictor.model.ttft_s(100) < predictor.model.ttft_s(1000) < predictor.model.ttft_s(10_000) < 10
 
 
+def test_an_engine_that_stalls_for_a_minute_does_not_decide_the_model() -> None:
+    predictor = PrefillPredictor()
+    for number in range(256):
+        stalled = 60.0 if number == 200 else 0.0
+        predictor.learn(PrefillSample(1000, 1000**2, 0.1 + stalled))
+    assert predictor.model.ttft_s(1000) == pytest.approx(0.1, rel=0.1)
+
+
 @pytest.mark.parametrize("factor", [0.01, 0.1, 10.0, 100.0])
 def test_hardware_of_any_speed_is_learned_within_a_few_samples(factor: float) -> None:
     prior = PrefillModel(c0=0.02, c1=1e-4, c2=1e-9)
