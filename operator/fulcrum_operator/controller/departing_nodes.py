@@ -5,7 +5,8 @@ a taint first. Only departures are kept of the nodes that the watch reports.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from types import MappingProxyType
 
 from fulcrum_cluster.informer import Reflector
 from fulcrum_cluster.objects import NODE, Object, ObjectApi
@@ -14,8 +15,8 @@ from fulcrum_core.errors import Forbidden
 from fulcrum_core.ports import Clock, EventType, NodeDeparture
 from fulcrum_operator.plan.observed import FailureCause
 
-FORBIDDEN_RETRY_S = 10.0
-"""Seconds until a refused list or watch is tried again."""
+FIRST_RETRY_S, RETRY_S = 10.0, 60.0
+"""Seconds until a list or watch is tried again after the first refusal, and after further ones."""
 REFUSALS_REPORTED_FROM = 2
 """Refusals in a row that are reported: one alone may be an update of the permissions."""
 CORDONED = "cordoned"
@@ -58,7 +59,15 @@ class DepartingNodes(Reflector[Event]):
         super().__init__(NODE.kind, sleep=sleep)
         self._objects, self._clock, self._on_change = objects, clock, on_change
         self._refusals, self._refusal, self._watch_refused = 0, "", False
-        self.departures: dict[str, NodeDeparture] = {}
+        self._found: dict[str, NodeDeparture] = {}
+
+    @property
+    def departures(self) -> Mapping[str, NodeDeparture]:
+        """The departures; empty while nodes may not be listed and watched.
+
+        A list alone is outdated soon: instances would move, and back when the watch is refused.
+        """
+        return MappingProxyType(self._found if self.allowed else {})
 
     @property
     def allowed(self) -> bool:
@@ -79,18 +88,17 @@ class DepartingNodes(Reflector[Event]):
         except Forbidden as error:
             self._watch_refused, self._since = self._since is not None, None
             self._refusals, self._refusal = self._refusals + 1, str(error)
-            self.departures.clear()
             if self._refusals <= REFUSALS_REPORTED_FROM:
                 self._on_change()
-            await self._sleep(FORBIDDEN_RETRY_S)
+            await self._sleep(FIRST_RETRY_S if self._refusals == 1 else RETRY_S)
             raise
 
     async def _relist(self) -> str:
         nodes, version = await self._objects.list(NODE, namespace="")
         found = {node["metadata"]["name"]: node for node in nodes}
         before, was_allowed = dict(self.departures), self.allowed
-        for name in before.keys() - found.keys():
-            del self.departures[name]
+        for name in self._found.keys() - found.keys():
+            del self._found[name]
         for node in nodes:
             self._put(node)
         if not self._watch_refused:
@@ -109,7 +117,7 @@ class DepartingNodes(Reflector[Event]):
         name = node["metadata"].get("name", "")
         before = self.departures.get(name)
         if kind is EventType.DELETED:
-            self.departures.pop(name, None)
+            self._found.pop(name, None)
         elif kind is not EventType.BOOKMARK:
             self._put(node)
         if self.departures.get(name) != before:
@@ -125,11 +133,11 @@ class DepartingNodes(Reflector[Event]):
     def _put(self, node: Object) -> None:
         """Keep the node's departure; one that is known keeps its time."""
         name = node["metadata"]["name"]
-        found, known = find_departure(node, now_s=self._clock.now_s()), self.departures.get(name)
+        found, known = find_departure(node, now_s=self._clock.now_s()), self._found.get(name)
         if found is None:
-            self.departures.pop(name, None)
+            self._found.pop(name, None)
         elif known is None or (known.cause, known.is_certain) != (found.cause, found.is_certain):
-            self.departures[name] = found
+            self._found[name] = found
 
 
 def find_departure(node: Object, *, now_s: float) -> NodeDeparture | None:

@@ -169,4 +169,14 @@ async def test_a_refusal_is_reported_when_repeated_and_ends_when_allowed_again(
         (True, []),
         {"n1"},
     )
-    assert max(followed.waits) == 10.0
+    assert [wait_s for wait_s in followed.waits if wait_s >= 5] == [10.0, 60.0]
+
+
+async def test_no_departure_is_known_while_nodes_may_be_listed_but_not_watched(followed: Followed) -> None:
+    followed.api.nodes = [node("n1", cordoned=True)]
+    followed.api.refuses = {"watch"}
+    seen = []
+    followed.nodes._on_change = lambda: seen.append(set(followed.nodes.departures))
+    for _ in range(4):
+        await followed.follow()
+    assert seen == [{"n1"}, set(), set()], "only the first list is believed, and each refusal reported once"
