@@ -80,19 +80,19 @@ class ServiceMetrics:
         self._families.router_state_age.labels(**self._labels).set(age_s)
         for role in (Role.PREFILL, Role.DECODE):
             count = sum(entry.role is role for entry in observation.assignment.roles.values())
-            self._families.assigned_instances.labels(**self._labels, role=role).set(count)
+            self._families.assigned_instances.labels(**self._labels, role=role.lower()).set(count)
 
     def record_decision(self, decision: FlipDecision) -> None:
         """Count a decision and set the load gauges to its loads."""
         trigger = decision.trigger
         self._families.decisions.labels(**self._labels, action=decision.action, trigger=trigger).inc()
         if decision.action is DecisionAction.FLIP and decision.to is not None:
-            self._families.flips.labels(**self._labels, to=decision.to, trigger=trigger).inc(
+            self._families.flips.labels(**self._labels, to=decision.to.lower(), trigger=trigger).inc(
                 1 + len(decision.others)
             )
         loads = decision.loads or Loads(prefill=None, decode=None)
         for role, load in ((Role.PREFILL, loads.prefill), (Role.DECODE, loads.decode)):
-            self._families.load.labels(**self._labels, role=role).set(load.low if load else _UNKNOWN)
+            self._families.load.labels(**self._labels, role=role.lower()).set(load.low if load else _UNKNOWN)
 
     def remove(self) -> None:
         """Remove the service's series, after the service was deleted."""

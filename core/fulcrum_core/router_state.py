@@ -91,6 +91,10 @@ class TierState(_WireModel):
         default=0, description="Requests whose client disconnected after they had missed their objectives."
     )
     slo_met: int = Field(description="Requests that met TTFT and TPOT.")
+    misses: dict[str, int] = Field(
+        default_factory=dict,
+        description="Requests that did not, by the part that took the most time; empty: an older router.",
+    )
 
     @property
     def ended(self) -> int:

@@ -5,15 +5,44 @@
 
 from collections import defaultdict
 from enum import StrEnum
+from operator import add
 
 from fulcrum_core.histogram import Histogram
 from fulcrum_core.values import Role
 from fulcrum_router.policy.journey import LocalPrefillReason, StopReason
+from fulcrum_router.policy.latency_parts import PARTS, find_cause_of_miss
 from fulcrum_router.settings import Tier
 
-TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+# Bounds grow by at most half where objectives lie (TTFT 0.1 to 10 s, TPOT 10 to 200 ms), so that a quantile
+# is off by at most half there.
+TTFT_BUCKETS_S = (
+    *(0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
+    *(1.5, 2.0, 3.0, 4.0, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0),
+)
 RESPONSE_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-TPOT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
+TPOT_BUCKETS_S = (
+    *(0.001, 0.002, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1),
+    *(0.15, 0.2, 0.3, 0.5, 1.0),
+)
+WAIT_BUCKETS_S = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.3,
+    0.5,
+    0.75,
+    1.0,
+    1.5,
+    2.0,
+    3.0,
+    5.0,
+    10.0,
+    30.0,
+)
 
 PREFILL, DECODE = "prefill", "decode"
 """Values of the label `phase`."""
@@ -39,12 +68,19 @@ class RequestOutcome(StrEnum):
 
 
 _OK = RequestOutcome.OK  # an attribute of an enum is slow to read
+_JUDGED = frozenset(
+    {RequestOutcome.OK, RequestOutcome.FAILED, RequestOutcome.BROKEN, RequestOutcome.LEFT_LATE}
+)
+"""Outcomes of requests that met their objectives or missed them."""
 
 
 class TierCounters:
     """Counters of one QoS tier."""
 
-    __slots__ = ("offered", "requests_by_outcome", "response", "slo_met", "tpot", "ttft")
+    __slots__ = (
+        *("misses_by_part", "offered", "requests_by_outcome", "response", "seconds_by_part", "slo_met"),
+        *("tpot", "ttft", "waiting"),
+    )
 
     def __init__(self) -> None:
         self.offered = 0
@@ -58,6 +94,11 @@ class TierCounters:
         """Of streams."""
         self.response = Histogram(RESPONSE_BUCKETS_S)
         """Durations of whole responses, from the arrival of their requests."""
+        self.waiting = Histogram(WAIT_BUCKETS_S)
+        """Times from the arrival of a request until its first leg is sent."""
+        self.seconds_by_part = [0.0] * len(PARTS)
+        """Time of the requests that met or missed their objectives, in the order of `PARTS`."""
+        self.misses_by_part = dict.fromkeys(PARTS, 0)
 
 
 class Counters:
@@ -85,6 +126,8 @@ class Counters:
         """Rotations after a KV transfer that may have been fetched too late."""
         self.takeovers = 0
         """Times that this router became active."""
+        self.kv_transfers = Histogram(WAIT_BUCKETS_S)
+        """Times from sending the decode leg of a stream with a KV transfer until its first token."""
         self.output_tokens = 0
         self.passed_through: defaultdict[tuple[str, RequestOutcome], int] = defaultdict(int)
         """Requests to other paths than completions that ended, by path and outcome."""
@@ -104,10 +147,11 @@ class Counters:
 
     def record_request(
         self, tier: Tier, outcome: RequestOutcome, *, ttft_s: float | None = None, tpot_s: float | None = None
-    ) -> None:
+    ) -> bool:
         """Count a request that ended: a stream, or a request without a complete response.
 
-        `ttft_s` is None if no byte of a stream was sent. Only a complete response can meet the objectives.
+        `ttft_s` is None if no byte of a stream was sent. Returns whether it met the objectives; only a
+        complete response can.
         """
         counters = self.get_tier(tier.name)
         counters.requests_by_outcome[outcome] += 1
@@ -115,19 +159,47 @@ class Counters:
             counters.ttft.observe(ttft_s)
         if tpot_s is not None:
             counters.tpot.observe(tpot_s)
-        if outcome is _OK and ttft_s is not None and tier.slo.is_met(ttft_s=ttft_s, tpot_s=tpot_s):
-            counters.slo_met += 1
+        met = outcome is _OK and ttft_s is not None and tier.slo.is_met(ttft_s=ttft_s, tpot_s=tpot_s)
+        counters.slo_met += met
+        return met
 
-    def record_whole_response(self, tier: Tier, *, response_s: float, tokens: int) -> None:
+    def record_whole_response(self, tier: Tier, *, response_s: float, tokens: int) -> bool:
         """Count a request whose whole response took `response_s` from its arrival.
 
-        `tokens` is the number of output tokens of one choice.
+        `tokens` is the number of output tokens of one choice. Returns whether it met the objectives.
         """
         counters = self.get_tier(tier.name)
         counters.requests_by_outcome[_OK] += 1
         counters.response.observe(response_s)
-        if response_s <= tier.slo.compute_response_limit_s(tokens):
-            counters.slo_met += 1
+        met = response_s <= tier.slo.compute_response_limit_s(tokens)
+        counters.slo_met += met
+        return met
+
+    def record_parts(
+        self,
+        tier: Tier,
+        outcome: RequestOutcome,
+        parts: tuple[float, ...],
+        *,
+        met: bool,
+        tokens: int | None,
+    ) -> None:
+        """Add the time of a request to its parts, and count the part by which it missed its objectives.
+
+        Args:
+            tier: Tier of the request.
+            outcome: How it ended. Requests that are not part of the attainment are not counted here either.
+            parts: Its seconds, in the order of `PARTS`.
+            met: Whether it met its objectives.
+            tokens: Output tokens of one choice; None: not known.
+        """
+        if outcome not in _JUDGED:
+            return
+        counters = self.get_tier(tier.name)
+        counters.waiting.observe(parts[0])
+        counters.seconds_by_part = list(map(add, counters.seconds_by_part, parts))
+        if not met:
+            counters.misses_by_part[find_cause_of_miss(parts, tier.slo, tokens=tokens)] += 1
 
     @property
     def unexpected_local_prefills(self) -> int:

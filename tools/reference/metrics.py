@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
 from fulcrum_autoscaler.metrics import AutoscalerMetrics
@@ -13,9 +14,12 @@ from tools.reference.markdown import code, table
 
 _INTRODUCTION = """# Metrics
 
-Names as Prometheus stores them. Which program serves them at which port, and queries that answer common
-questions: [metrics](../metrics.md). Each program also exports the metrics `process_*` and
-`python_*` of its process.
+Names as Prometheus stores them; the unit is in the name (seconds, bytes, tokens, ratio). Which program serves
+them at which port, and queries that answer common questions: [metrics](../metrics.md). Each program also
+exports the metrics `process_*` and `python_*` of its process.
+
+The last column bounds the series of one process: T tiers, I instances, P reported pairs (at most 256), S
+services, F kinds of failures (about 30). Series of an instance, pair or service end with it.
 
 """
 
@@ -28,13 +32,34 @@ class Family:
     type: str
     labels: tuple[str, ...]
     meaning: str
+    buckets: int = 0
+    """Buckets of a histogram, the last one included."""
+
+    @property
+    def series_bound(self) -> str:
+        """Most series that one process has of this family, as a product."""
+        labels = [label for label in self.labels if (label, "instance" in self.labels) != ("role", True)]
+        bounds = [_BOUNDS[label] for label in labels]
+        factors = [b for i, b in enumerate(bounds) if b.isdigit() or b not in bounds[:i]]
+        if self.buckets:
+            factors.append(str(self.buckets + 2))
+        return " · ".join(factors) or "1"
+
+
+_BOUNDS = {
+    **{"tier": "T", "instance": "I", "prefill": "P", "decode": "P", "namespace": "S", "service": "S"},
+    **{"outcome": "F", "reason": "F", "cause": "5", "phase": "2", "part": "8", "path": "F", "task": "F"},
+    **{"action": "3", "trigger": "2", "to": "2", "role": "2"},
+}
+"""Most values of each label. Labels with the same letter name one thing; an instance has one role."""
 
 
 def list_families() -> dict[str, list[Family]]:
     """List the metric families of each program."""
-    router = RouterCollector(Router()).collect()
+    router = Router()
+    router.counters.get_tier("default")  # a tier has histograms from its first request on
     return {
-        "Router": [_make_family(f.name, f.type, _label_names(f), f.documentation) for f in router],
+        "Router": [_make_family(f, _label_names(f)) for f in RouterCollector(router).collect()],
         "Autoscaler": list(_list_registered(vars(AutoscalerMetrics()).values())),
         "Operator": list(_list_registered(vars(Metrics()).values())),
     }
@@ -49,13 +74,13 @@ def render_page() -> str:
 def _list_registered(attributes: Iterable[object]) -> Iterator[Family]:
     for metric in attributes:
         if isinstance(metric, MetricWrapperBase):
-            family = next(iter(metric.describe()))
-            yield _make_family(family.name, family.type, _label_names(metric), family.documentation)
+            yield _make_family(next(iter(metric.collect())), _label_names(metric))
 
 
-def _make_family(name: str, metric_type: str, labels: tuple[str, ...], meaning: str) -> Family:
-    full_name = f"{name}_total" if metric_type == "counter" else name
-    return Family(full_name, metric_type, labels, meaning)
+def _make_family(family: Metric, labels: tuple[str, ...]) -> Family:
+    name = f"{family.name}_total" if family.type == "counter" else family.name
+    buckets = {sample.labels["le"] for sample in family.samples if "le" in sample.labels}
+    return Family(name, family.type, labels, family.documentation, len(buckets))
 
 
 def _label_names(metric: object) -> tuple[str, ...]:
@@ -63,5 +88,7 @@ def _label_names(metric: object) -> tuple[str, ...]:
 
 
 def _render(families: Iterable[Family]) -> str:
-    rows = ((code(f.name), f.type, ", ".join(map(code, f.labels)), f.meaning) for f in families)
-    return table(("metric", "type", "labels", "meaning"), rows)
+    rows = (
+        (code(f.name), f.type, ", ".join(map(code, f.labels)), f.meaning, f.series_bound) for f in families
+    )
+    return table(("metric", "type", "labels", "meaning", "series"), rows)

@@ -46,6 +46,8 @@ class SloSample:
     ledger_since_s: float
     """Start of the router's ledger, in unix seconds; it identifies the router process."""
     tiers: Mapping[str, SloCounts]
+    misses: Mapping[str, int] = field(default_factory=dict)
+    """Requests of all tiers that missed, by the part that took the most time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +125,8 @@ def _recent_samples(
     if router is None or (samples and now_s < samples[-1].at_s + SAMPLE_INTERVAL_S):
         return samples
     counts = {tier.name: _count_ended(tier) for tier in router.tiers}
-    return (*samples, SloSample(now_s, router.ledger_since_s, counts))
+    misses = sum((Counter(tier.misses) for tier in router.tiers), Counter[str]())
+    return (*samples, SloSample(now_s, router.ledger_since_s, counts, misses))
 
 
 def _count_ended(tier: TierState) -> SloCounts:
@@ -146,6 +149,24 @@ def count_added(samples: Iterable[SloSample]) -> dict[str, SloCounts]:
             ended[name] += after.tiers[name].ended - counts.ended
             met[name] += after.tiers[name].met - counts.met
     return {name: SloCounts(count, met[name]) for name, count in sorted(ended.items()) if count}
+
+
+def count_misses(samples: Iterable[SloSample]) -> Counter[str]:
+    """Requests that missed their objectives between samples of one ledger, by part."""
+    misses: Counter[str] = Counter()
+    for before, after in pairwise(samples):
+        if after.ledger_since_s == before.ledger_since_s:
+            misses += Counter(after.misses) - Counter(before.misses)
+    return misses
+
+
+def _describe_misses(samples: Iterable[SloSample]) -> str:
+    """Name the part by which most requests missed; nothing without a miss."""
+    misses = count_misses(samples)
+    if not misses:
+        return ""
+    part = min(misses, key=lambda name: (-misses[name], name))
+    return f"; {misses[part]} of {misses.total()} misses are by {part.replace('_', ' ')}"
 
 
 def _judge_window(window: SloWindow, service: PDService, now_s: float) -> SloReport | None:
@@ -174,7 +195,8 @@ def _judge_window(window: SloWindow, service: PDService, now_s: float) -> SloRep
     return SloReport(
         status="False" if missed else "True",
         reason=conditions.MISSED if missed else conditions.ATTAINED,
-        message=f"{figures} in {_format_window(slo)} met TTFT and TPOT; {slo.attainment:g} % are required",
+        message=f"{figures} in {_format_window(slo)} met TTFT and TPOT; {slo.attainment:g} % are required"
+        + _describe_misses(window.samples),
         attainment=total.attainment,
         tiers=_tier_statuses(tiers),
     )

@@ -22,6 +22,7 @@ from fulcrum_router.counters import Counters
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.policy import TransferPair, TransferPairs
 from fulcrum_router.policy.journey import LocalPrefillReason, StopReason
+from fulcrum_router.policy.latency_parts import PARTS
 from fulcrum_router.router import Router
 
 _INSTANCE_GAUGES: tuple[tuple[str, str, Callable[[Instance], float]], ...] = (
@@ -110,6 +111,7 @@ class RouterCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Build all families."""
         yield from _build_tier_families(self._router.counters)
+        yield from _build_part_families(self._router.counters)
         yield from _build_leg_families(self._router.counters)
         yield from _build_counter_families(self._router.counters)
         yield from _build_plain_counters(self._router.counters)
@@ -123,6 +125,7 @@ class RouterCollector(Collector):
             self._router.fleet.withheld_ejections,
         )
         yield _build_transfer_family(self._router.pairs)
+        yield _build_transfer_times(self._router.counters)
         yield from _build_pair_families(self._router.pairs, now_s=time.monotonic())
         yield from _build_router_gauges(self._router)
 
@@ -172,21 +175,48 @@ def _build_tier_families(counters: Counters) -> Iterator[Metric]:
         "Time from the arrival of a client request to its whole response, in seconds; streams are not in it.",
         labels=["tier"],
     )
+    waiting = HistogramMetricFamily(
+        "fulcrum_router_waiting_seconds",
+        "Time from the arrival of a client request until its first leg is sent to an engine, in seconds.",
+        labels=["tier"],
+    )
     for name, tier in sorted(counters.tiers.items()):
         for outcome, count in tier.requests_by_outcome.items():
             requests.add_metric([name, outcome], count)
         offered.add_metric([name], tier.offered)
         met.add_metric([name], tier.slo_met)
-        _add_histogram(ttft, name, tier.ttft)
-        _add_histogram(tpot, name, tier.tpot)
-        _add_histogram(response, name, tier.response)
-    yield from (requests, offered, met, ttft, tpot, response)
+        _add_histogram(ttft, [name], tier.ttft)
+        _add_histogram(tpot, [name], tier.tpot)
+        _add_histogram(response, [name], tier.response)
+        _add_histogram(waiting, [name], tier.waiting)
+    yield from (requests, offered, met, ttft, tpot, response, waiting)
 
 
-def _add_histogram(family: HistogramMetricFamily, tier: str, histogram: Histogram) -> None:
+def _build_part_families(counters: Counters) -> Iterator[Metric]:
+    parts = ", ".join(PARTS)
+    seconds = CounterMetricFamily(
+        "fulcrum_router_request_time_seconds",
+        f"Time of the requests that met or missed their objectives, in seconds, by part: {parts}. The parts "
+        "of a request sum to its duration.",
+        labels=["tier", "part"],
+    )
+    misses = CounterMetricFamily(
+        "fulcrum_router_slo_misses",
+        "Requests that missed their objectives, by the part that took the largest share of the time: of the "
+        "time after the first token if it exceeds its objective by a larger factor, else of the time before.",
+        labels=["tier", "part"],
+    )
+    for name, tier in sorted(counters.tiers.items()):
+        for part, seconds_of_part in zip(PARTS, tier.seconds_by_part, strict=True):
+            seconds.add_metric([name, part], seconds_of_part)
+            misses.add_metric([name, part], tier.misses_by_part[part])
+    yield from (seconds, misses)
+
+
+def _add_histogram(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
     bounds = (*map(str, histogram.bounds), "+Inf")
     buckets = list(zip(bounds, accumulate(map(float, histogram.counts)), strict=True))
-    family.add_metric([tier], buckets, histogram.sum)
+    family.add_metric(labels, buckets, histogram.sum)
 
 
 def _build_leg_families(counters: Counters) -> Iterator[Metric]:
@@ -357,6 +387,17 @@ def _build_transfer_family(pairs: TransferPairs) -> Metric:
     for key, pair in pairs.list_reported():
         for outcome, count in pair.counts.items():
             family.add_metric([*key, outcome], count)
+    return family
+
+
+def _build_transfer_times(counters: Counters) -> Metric:
+    family = HistogramMetricFamily(
+        "fulcrum_router_kv_transfer_seconds",
+        "Time from sending a streamed request with a KV transfer to the decode instance until its first "
+        "token, in seconds: transfer, queue and first step.",
+        labels=[],
+    )
+    _add_histogram(family, [], counters.kv_transfers)
     return family
 
 

@@ -91,6 +91,7 @@ def _build_tier_state(name: str, counters: TierCounters) -> TierState:
         cancelled=counters.requests_by_outcome[RequestOutcome.CANCELLED],
         left_late=counters.requests_by_outcome[RequestOutcome.LEFT_LATE],
         slo_met=counters.slo_met,
+        misses={part: count for part, count in counters.misses_by_part.items() if count},
     )
 
 

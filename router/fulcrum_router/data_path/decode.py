@@ -198,6 +198,8 @@ class DecodeLeg:
         if transfer is not None and head.status == 200:
             transfer.usage = response.usage
             time_to_first_byte_s = response.first_byte_at_s - response.sent_s if response.streaming else None
+            if time_to_first_byte_s is not None:
+                router.counters.kv_transfers.observe(time_to_first_byte_s)
             verify_transfer(transfer, time_to_first_byte_s=time_to_first_byte_s)
         if journey.local_prefill_reason is not None:
             router.counters.local_prefills[journey.local_prefill_reason] += 1

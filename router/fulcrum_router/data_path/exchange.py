@@ -119,10 +119,21 @@ class Exchange:
             if action is _SEND_PREFILL:
                 assert journey.prefill_instance is not None
                 self._leg = PrefillLeg(request, journey.prefill_instance)
+                request.times.send_prefill(time.monotonic())
                 action = await self._leg.run()
+                request.times.end_prefill(
+                    time.monotonic(),
+                    responded=journey.source is not None,
+                    compute_s=journey.prefill_computed_for_s,
+                )
             elif action is _SEND_DECODE:
                 assert journey.decode_instance is not None
                 self._leg = DecodeLeg(request, journey.decode_instance)
+                request.times.send_decode(
+                    time.monotonic(),
+                    transfer_s=journey.expected_transfer_s,
+                    local_compute_s=journey.local_compute_s,
+                )
                 action = await self._leg.run()
             elif action is Action.ASK_FOR_FLIP:
                 action = await self._wait_for_flip()
@@ -164,27 +175,37 @@ class Exchange:
     # --- the end -------------------------------------------------------------------------------------
 
     def _record_end(self) -> None:
-        """Count the request, and its latencies as far as the response shows them."""
+        """Count the request, its latencies as far as the response shows them, and their parts."""
         leg = self._leg
         response = leg.response if type(leg) is DecodeLeg else None
-        request, outcome = self._request, self._request.outcome
-        counters, first_byte_at_s = request.router.counters, request.first_byte_at_s
+        request, outcome, end_s = self._request, self._request.outcome, time.monotonic()
+        counters, first_byte_at_s, arrival_s = (
+            request.router.counters,
+            request.first_byte_at_s,
+            request.times.arrival_s,
+        )
+        tokens: int | None = None
         if response is None or first_byte_at_s is None or not (response.streaming or outcome is _OK):
-            counters.record_request(request.tier, outcome)
+            met = counters.record_request(request.tier, outcome)
         elif not response.streaming:
             tokens = self._count_output_tokens(response)
-            counters.record_whole_response(
-                request.tier, response_s=time.monotonic() - request.arrival_s, tokens=tokens
-            )
+            met = counters.record_whole_response(request.tier, response_s=end_s - arrival_s, tokens=tokens)
         elif outcome is _OK:
             tokens = self._count_output_tokens(response)
-            took_s = time.monotonic() - first_byte_at_s - self._unread_s
+            took_s = end_s - first_byte_at_s - self._unread_s
             tpot_s = took_s / (tokens - 1) if tokens > 1 else None
-            counters.record_request(
-                request.tier, outcome, ttft_s=first_byte_at_s - request.arrival_s, tpot_s=tpot_s
+            met = counters.record_request(
+                request.tier, outcome, ttft_s=first_byte_at_s - arrival_s, tpot_s=tpot_s
             )
         else:
-            counters.record_request(request.tier, outcome, ttft_s=first_byte_at_s - request.arrival_s)
+            met = counters.record_request(request.tier, outcome, ttft_s=first_byte_at_s - arrival_s)
+        parts = request.times.divide(
+            end_s,
+            first_byte_s=first_byte_at_s,
+            unread_s=self._unread_s,
+            streamed=response is None or response.streaming,
+        )
+        counters.record_parts(request.tier, outcome, parts, met=met, tokens=tokens)
 
     def _count_output_tokens(self, response: DecodeResponse) -> int:
         """Count the output tokens of a complete response; return the mean number of one choice."""

@@ -14,6 +14,7 @@ from fulcrum_router.http1.bodies import RequestBody, is_stream_without_usage
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.policy import Work
 from fulcrum_router.policy.journey import Action, Journey
+from fulcrum_router.policy.latency_parts import RequestTimes
 from fulcrum_router.router import Router
 from fulcrum_router.settings import ServiceSettings
 
@@ -101,6 +102,7 @@ class ServedRequest:
         "router",
         "tier",
         "timeouts",
+        "times",
     )
 
     def __init__(
@@ -108,6 +110,7 @@ class ServedRequest:
     ) -> None:
         self.arrival_s = time.monotonic()
         """TTFT counts from here."""
+        self.times = RequestTimes(self.arrival_s)
         self.router, self.downstream, self.client = router, downstream, client
         self.tier, self.timeouts = settings.find_tier(client.tier), settings.timeouts
         self.keep_alive = client.keep_alive

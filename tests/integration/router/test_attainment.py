@@ -94,6 +94,8 @@ async def test_a_whole_response_meets_its_slo_within_the_ttft_and_the_tpot_of_it
         counters = count(world)
         assert (counters.slo_met, find_outcomes(world)) == (met, {"ok": 1})
         assert (sum(counters.response.counts), sum(counters.ttft.counts)) == (1, 0), "it has no TTFT"
+        assert sum(counters.seconds_by_part) == pytest.approx(counters.response.sum)
+        assert sum(counters.misses_by_part.values()) == 1 - met
         assert world.router.counters.output_tokens == (tokens or 1)
 
 
@@ -117,6 +119,8 @@ async def test_the_tokens_of_a_stream_are_those_of_its_usage(
         assert (b'"usage"' in received, world.router.counters.output_tokens) == (False, counted)
         counters = count(world)
         assert 0 < counters.tpot.sum * (counted - 1) < took_s
+        in_parts = counters.ttft.sum + counters.tpot.sum * (counted - 1)
+        assert sum(counters.seconds_by_part[:-1]) == pytest.approx(in_parts), "the last part is a slow client"
         assert (sum(counters.tpot.counts), sum(counters.ttft.counts), counters.slo_met) == (1, 1, 1)
 
 

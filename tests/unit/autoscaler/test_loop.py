@@ -212,7 +212,7 @@ async def test_a_flip_is_one_write_of_the_assignment_with_actor_and_reason(setup
     assert (after.spec.flips, after.spec.last_prefill_to_decode) == (1, NOW_S)
     assert after.metadata.generation == before.metadata.generation + 1
     assert setup.history.recent(10) == (decision,)
-    assert read_metric(setup, "flips_total", to="Decode", trigger="tick") == 1
+    assert read_metric(setup, "flips_total", to="decode", trigger="tick") == 1
 
 
 @pytest.mark.parametrize(

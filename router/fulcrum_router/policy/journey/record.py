@@ -125,6 +125,17 @@ class RequestRecord(Generic[V]):
         self.must_recompute = False
         """Whether the prompt must be computed again, without any KV that was computed before."""
 
+    @property
+    def expected_transfer_s(self) -> float:
+        """Expected duration of the KV transfer of the decode leg, in seconds; 0: it has none."""
+        predicted = self.predicted_ttft
+        return predicted.transfer_s if self.has_kv and predicted is not None else 0.0
+
+    @property
+    def local_compute_s(self) -> float | None:
+        """Predicted time to compute the prompt in the decode leg; None: it is computed already."""
+        return None if self._local_entry is None else self._local_entry.predicted_s
+
     def _close_prefill(self, now_s: float) -> None:
         self.prefill_open = False
         if self._reservation is not None:

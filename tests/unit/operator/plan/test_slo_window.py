@@ -334,3 +334,18 @@ async def test_end_of_load_is_written_once(under_test: ServiceUnderTest) -> None
         [(None, "NoTraffic"), ("99.0", "Attained"), (None, "NoTraffic")],
         before,
     )
+
+
+def test_the_report_names_the_part_by_which_most_requests_missed() -> None:
+    def counts(ended: int, **misses: int) -> RouterState:
+        missed = tier("default", ended, ended - sum(misses.values()))
+        return router_counts(missed.model_copy(update={"misses": misses}))
+
+    window = window_after([counts(100, decode=50), counts(300, decode=60, prefill_queue=30)])
+    assert report_values(window) == (
+        "False",
+        "Missed",
+        "80.0 % of 200 requests in 5m met TTFT and TPOT; 99 % are required; "
+        "30 of 40 misses are by prefill queue",
+        "80.0",
+    )

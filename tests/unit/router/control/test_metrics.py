@@ -149,3 +149,42 @@ def test_the_documentation_names_existing_families() -> None:
         for name in (family.name, f"{family.name}_total", f"{family.name}_bucket")
     }
     assert (named - families, bool(named)) == (set(), True)
+
+
+def test_the_time_of_a_request_and_its_miss_are_shown_by_part() -> None:
+    router = Router()
+    parts = (2.0, 0.0, 0.25, 0.5, 0.0, 0.125, 1.0, 0.0)
+    router.counters.record_parts(TIER, RequestOutcome.OK, parts, met=False, tokens=101)
+    router.counters.record_parts(TIER, RequestOutcome.OK, parts, met=True, tokens=101)
+    router.counters.record_parts(TIER, RequestOutcome.CANCELLED, parts, met=False, tokens=None)
+    prefix = "fulcrum_router_"
+    shown = {
+        (name.removeprefix(prefix), dict(labels)["part"]): value
+        for (name, labels), value in samples(router).items()
+        if "part" in dict(labels) and value
+    }
+    assert shown == {
+        ("request_time_seconds_total", "waiting"): 4.0,
+        ("request_time_seconds_total", "prefill_queue"): 0.5,
+        ("request_time_seconds_total", "prefill"): 1.0,
+        ("request_time_seconds_total", "decode_queue"): 0.25,
+        ("request_time_seconds_total", "decode"): 2.0,
+        ("slo_misses_total", "waiting"): 1.0,
+    }
+
+
+def test_series_stay_as_many_while_a_thousand_instances_come_and_go() -> None:
+    router = Router()
+
+    def count_series(first: int) -> int:
+        names = [f"i{number}" for number in range(first, first + 10)]
+        for name in names:
+            router.fleet.add(Instance(name))
+        router.fleet.keep_only(names)
+        router.pairs.refresh(router.fleet.instances, now_s=0.0)
+        for prefill in names[:5]:
+            for decode in names[5:]:
+                router.pairs[PairKey(prefill, decode)].record(TransferOutcome.VERIFIED, now_s=0.0)
+        return len(samples(router))
+
+    assert len({count_series(first) for first in range(0, 1000, 10)}) == 1
