@@ -14,6 +14,7 @@ from fulcrum_core.api.meta import GROUP
 from fulcrum_core.router_state import ROUTER_HANDOVER_TIMEOUT_S
 from fulcrum_operator.manifests.names import (
     ENGINE_PART,
+    EVICTION_ANNOTATIONS,
     HTTP_PORT,
     ROUTER_METRICS_PORT,
     ROUTER_PART,
@@ -52,8 +53,12 @@ _READ_VERBS = ["list", "watch"]
 _WRITE_VERBS = ["get", "patch"]
 
 
-_SCRAPE_ANNOTATIONS = {"prometheus.io/scrape": "true", "prometheus.io/port": str(ROUTER_METRICS_PORT)}
-"""Annotations by which a Prometheus that discovers pods finds the metrics of each router."""
+_ROUTER_ANNOTATIONS = {
+    "prometheus.io/scrape": "true",
+    "prometheus.io/port": str(ROUTER_METRICS_PORT),
+    **EVICTION_ANNOTATIONS,
+}
+"""Annotations of router pods. By the first two a Prometheus that discovers pods finds their metrics."""
 
 
 def service_children(
@@ -279,7 +284,7 @@ def _router_pod_template(service: PDService, settings: InstallationSettings) -> 
         ROUTER_LABEL: service.metadata.name,
     }
     template: dict[str, Any] = {
-        "metadata": {"labels": labels, "annotations": _SCRAPE_ANNOTATIONS},
+        "metadata": {"labels": labels, "annotations": _ROUTER_ANNOTATIONS},
         "spec": _router_pod(service, settings),
     }
     ours = template["spec"]

@@ -14,6 +14,7 @@ from fulcrum_operator.engines.from_spec import DEFAULT_HARDWARE
 from fulcrum_operator.manifests.engine_container import EngineContainer, engine_container
 from fulcrum_operator.manifests.names import (
     ENGINE_PART,
+    EVICTION_ANNOTATIONS,
     InstallationSettings,
     container_security_context,
     device_tolerations,
@@ -87,7 +88,8 @@ def engine_pod(
     _keep_tolerations(pod, manifest["spec"].get("tolerations", []))
     metadata = require_map(pod.get("metadata"), "metadata")
     labels = {**require_map(metadata.get("labels"), "metadata.labels"), **manifest["metadata"]["labels"]}
-    pod["metadata"] = {**metadata, **manifest["metadata"], "labels": labels}
+    annotations = {**EVICTION_ANNOTATIONS, **require_map(metadata.get("annotations"), "metadata.annotations")}
+    pod["metadata"] = {**metadata, **manifest["metadata"], "labels": labels, "annotations": annotations}
     return pod
 
 
@@ -115,8 +117,12 @@ def _metadata(instance: PDInstance) -> dict[str, Any]:
     }
     if spec.revision:
         labels[REVISION_LABEL] = spec.revision
-    owners = owner_references(instance)
-    return {"name": meta.name, "namespace": meta.namespace, "labels": labels, "ownerReferences": owners}
+    return {
+        "name": meta.name,
+        "namespace": meta.namespace,
+        "labels": labels,
+        "ownerReferences": owner_references(instance),
+    }
 
 
 def _spec(

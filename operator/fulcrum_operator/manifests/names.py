@@ -18,6 +18,9 @@ SERVICE_PORT, SERVICE_TLS_PORT = 80, 443
 ENGINE_PART, ROUTER_PART = "fulcrum-engine", "fulcrum-router"
 """Values of the label app.kubernetes.io/name for the parts of a service."""
 ENGINE_ACCOUNT_SUFFIX = "-engine"
+EVICTION_ANNOTATIONS = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "true"}
+"""Annotations of engine and router pods. cluster-autoscaler otherwise keeps every node with a pod of a custom
+controller or with an emptyDir; disruption budgets hold all the same."""
 RUN_AS_UID = 65532
 """User id of every pod: not root, and unlikely to be a user of a node."""
 

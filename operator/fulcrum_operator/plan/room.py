@@ -126,12 +126,21 @@ def never_served(instance: PDInstance) -> bool:
 
 
 def plan_min_available(
-    service: PDService, *, desired: int, serving: int, can_move: bool, sees_nodes: bool
+    service: PDService,
+    *,
+    desired: int,
+    serving: int,
+    can_move: bool,
+    sees_nodes: bool,
+    deletion_announced: bool = False,
 ) -> int:
     """Least number of instances that evictions leave: `minAvailable` of the engines' disruption budget.
 
     By default one instance may be evicted at a time, and none below the floors, because new instances replace
     those on departing nodes first. Where that is impossible, one may be evicted in any case.
+
+    Node autoscalers announce the deletion of a node only if the budget allows an eviction. So with
+    `disruption.maxUnavailable` the floors hold from the announcement until replacements serve.
 
     Args:
         service: The floors, and `disruption`, which replaces them.
@@ -139,14 +148,15 @@ def plan_min_available(
         serving: Serving instances of the service.
         can_move: Whether instances on departing nodes can be replaced first, or there are none.
         sees_nodes: Whether the operator may watch nodes.
+        deletion_announced: Whether a node with instances will be deleted.
     """
     max_unavailable = service.spec.disruption.max_unavailable
     floors = service.spec.roles.to_floors()
-    least = (
-        max(floors.prefill + floors.decode, desired - 1)
-        if max_unavailable is None
-        else desired - max_unavailable
-    )
+    in_floors = floors.prefill + floors.decode
+    if max_unavailable is None:
+        least = max(in_floors, desired - 1)
+    else:
+        least = max(in_floors if deletion_announced else 0, desired - max_unavailable)
     if not (sees_nodes and moves_from_cordoned_nodes(service)):
         least = min(least, desired - 1)
     if not can_move:

@@ -52,7 +52,7 @@ from fulcrum_operator.plan.observed import Observed
 from fulcrum_operator.plan.phases import EngineAction, InstanceFacts, PhaseTransition, plan_transition
 from fulcrum_operator.plan.pools import desired_pools, desired_replicas
 from fulcrum_operator.plan.rollout import PoolView, next_rollout_deadline_s, view_pool
-from fulcrum_operator.plan.room import plan_min_available, room_deadlines_s
+from fulcrum_operator.plan.room import departure_of, plan_min_available, room_deadlines_s
 from fulcrum_operator.plan.status.kv_transfer_verified import verified_at
 from fulcrum_operator.plan.status.pool import report_pool
 from fulcrum_operator.plan.status.service import service_status
@@ -220,6 +220,12 @@ def _min_available(observed: Observed, views: tuple[PoolView, ...]) -> int:
         serving=sum(member.is_serving for view in views for member in view.members),
         can_move=all(view.can_move for view in views),
         sees_nodes=observed.sees_nodes,
+        deletion_announced=any(
+            found.is_certain
+            for view in views
+            for member in view.departing
+            if (found := departure_of(observed, member)) is not None
+        ),
     )
 
 

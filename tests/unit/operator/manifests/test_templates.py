@@ -110,3 +110,16 @@ def test_one_router_remains_until_a_new_one_is_ready(replicas: int, max_unavaila
     made = router_children(dataclasses.replace(SETTINGS, router_replicas=replicas))
     strategy = made["Deployment", "chat-router"]["spec"]["strategy"]["rollingUpdate"]
     assert strategy == {"maxUnavailable": max_unavailable, "maxSurge": 1}
+
+
+SAFE_TO_EVICT = "cluster-autoscaler.kubernetes.io/safe-to-evict"
+
+
+def test_cluster_autoscaler_may_remove_nodes_with_our_pods_unless_a_template_says_no() -> None:
+    def annotations(template: dict[str, Any]) -> list[str]:
+        router = router_children(template=template)["Deployment", "chat-router"]["spec"]["template"]
+        pods = (make_engine_pod(template), router)
+        return [pod["metadata"]["annotations"][SAFE_TO_EVICT] for pod in pods]
+
+    kept = {"metadata": {"annotations": {SAFE_TO_EVICT: "false"}}}
+    assert (annotations({}), annotations(kept)) == (["true", "true"], ["false", "false"])

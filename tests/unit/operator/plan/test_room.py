@@ -238,3 +238,29 @@ def test_disruption_in_the_manifest_replaces_the_floors(max_unavailable: int, le
         disruption={"maxUnavailable": max_unavailable},
     )
     assert plan_min_available(chat, desired=8, serving=8, can_move=True, sees_nodes=True) == least
+
+
+@pytest.mark.parametrize(
+    ("desired", "announced", "can_move", "least"),
+    [
+        pytest.param(2, False, True, 1, id="node autoscalers may choose the node"),
+        pytest.param(2, True, True, 2, id="until a replacement serves both stay"),
+        pytest.param(2, True, False, 1, id="unless none can start"),
+        pytest.param(1, False, True, 0, id="also the node of a single instance"),
+        pytest.param(1, True, True, 1, id="which is replaced first"),
+        pytest.param(8, True, True, 7, id="and the floors of many are met"),
+    ],
+)
+def test_floors_hold_from_the_announcement_of_a_deletion_on(
+    desired: int, announced: bool, can_move: bool, least: int
+) -> None:
+    chat = service(instances=desired, disruption={"maxUnavailable": 1})
+    found = plan_min_available(
+        chat,
+        desired=desired,
+        serving=desired,
+        can_move=can_move,
+        sees_nodes=True,
+        deletion_announced=announced,
+    )
+    assert found == least
