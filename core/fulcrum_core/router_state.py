@@ -162,6 +162,9 @@ class RouterState(_WireModel):
         description="Requests decoded without a prefill leg because no prefill instance responded."
     )
     tiers: tuple[TierState, ...]
+    access_problems: tuple[str, ...] = Field(
+        default=(), description="Why API keys have no effect, for people; empty if none are asked for."
+    )
     demand: DemandState | None = Field(
         default=None, description="Work that has arrived; None: an older router."
     )

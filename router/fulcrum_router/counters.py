@@ -132,7 +132,11 @@ class Counters:
         self.passed_through: defaultdict[tuple[str, RequestOutcome], int] = defaultdict(int)
         """Requests to other paths than completions that ended, by path and outcome."""
         self.unknown_tiers = 0
-        """Requests that named a tier that the service does not have, and got the default tier."""
+        """Requests that named a tier that the service does not have; they got another one."""
+        self.dropped_headers: defaultdict[str, int] = defaultdict(int)
+        """By header: those that name tenant or tier, and had no effect, as their sender is not trusted."""
+        self.refused_callers: defaultdict[str, int] = defaultdict(int)
+        """Requests without a valid API key, by reason: missing or unknown."""
         self.task_failures: dict[str, int] = {}
         """Failures of background tasks, by name."""
         self.refused_connections = 0

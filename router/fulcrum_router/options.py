@@ -36,6 +36,8 @@ class RouterOptions:
     """Fixed endpoints with their roles, instead of a store."""
     tls: TlsFiles | None = None
     """Certificate of the clients' port; None: plain HTTP."""
+    api_keys: Path | None = None
+    """Folder with the API keys of clients; None: none."""
     lease: str | None = None
     """Name of the Lease and the EndpointSlice with which several routers elect one; None: a single router."""
     identity: str = ""
@@ -79,6 +81,7 @@ def parse_options(arguments: Sequence[str] | None) -> RouterOptions:
         store=given.store,
         static=tuple(_parse_endpoints(given.static or ())),
         tls=_parse_tls(given.tls_certificate, given.tls_key),
+        api_keys=given.api_keys,
         lease=given.lease,
         identity=given.identity or "",
         advertise_address=given.advertise_address or "",
@@ -196,6 +199,7 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     add("--tls-certificate", type=Path, help="PEM file: serve clients with TLS by this certificate and chain")
     add("--tls-key", type=Path, help="PEM file with the key of --tls-certificate")
+    add("--api-keys", type=Path, help="folder of a mounted Secret: a file of SHA-256 digests for each tenant")
     add("--token-file", type=Path, help="file with the token of the state port, in a local run")
     add(
         "--state-callers",

@@ -12,6 +12,8 @@ import time
 import structlog
 
 from fulcrum_core.values import AutoscalingMode, FlipPolicy
+from fulcrum_router.access.api_keys import ApiKeys
+from fulcrum_router.access.callers import CallerRules
 from fulcrum_router.counters import PREFILL, Counters
 from fulcrum_router.fleet.flip_requests import AppliedAssignment, FlipRequests
 from fulcrum_router.fleet.instances import Fleet, Instance
@@ -37,13 +39,14 @@ _GONE = frozenset({Failure.REFUSED, Failure.UNREACHABLE})
 class Router:
     """State of the router of one service."""
 
-    def __init__(self, settings: ServiceSettings | None = None) -> None:
+    def __init__(self, settings: ServiceSettings | None = None, *, api_keys: ApiKeys | None = None) -> None:
         self.since_s = time.time()
         """Unix time since which the ledgers hold all requests of the service."""
         self.settings = settings
         """None until the PDService was read: the router is not ready before."""
         self.fleet = Fleet()
         self.counters = Counters()
+        self.callers = CallerRules(api_keys or ApiKeys(), self.counters)
         self.request_memory = make_request_memory()
         self.tokens_per_byte = TokensPerByte()
         self.ttft_errors = TtftErrors()

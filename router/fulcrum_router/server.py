@@ -10,6 +10,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -19,6 +20,8 @@ from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.process import bind_socket
 from fulcrum_core.api.qostier import SloSpec
 from fulcrum_core.api.router import TimeoutsSpec
+from fulcrum_core.errors import InvalidInput
+from fulcrum_router.access.api_keys import ApiKeys
 from fulcrum_router.background import background_task
 from fulcrum_router.control.auth import Authenticator, ServiceAccountAuthenticator, SharedTokenAuthenticator
 from fulcrum_router.control.failover import Failover, RouterEndpoint
@@ -137,12 +140,16 @@ async def serve(options: RouterOptions, stopped: asyncio.Event, *, announce: Cal
     metrics = bind_socket(options.host, options.metrics_port, option="--metrics-port")
     tls = None if options.tls is None else make_tls_context(options.tls)
     raise_file_limit()
-    router, ports = Router(), {"port": _port(clients)}
+    api_keys = ApiKeys(options.api_keys)
+    router, ports = Router(api_keys=api_keys), {"port": _port(clients)}
     async with contextlib.AsyncExitStack() as stack:
         cluster = watcher = None
         if tls is not None and options.tls is not None:
             reload = functools.partial(reload_certificate, tls, options.tls)
             await stack.enter_async_context(_keep_running(router, "certificate", reload))
+        if options.api_keys is not None:
+            _read_api_keys(api_keys, options.api_keys)
+            await stack.enter_async_context(_keep_running(router, "API keys", api_keys.keep_fresh))
         if options.store is not None:
             cluster = await stack.enter_async_context(open_cluster(options.store, program="fulcrum-router"))
             watcher = await _watch_store(stack, router, cluster, options)
@@ -171,6 +178,14 @@ async def serve(options: RouterOptions, stopped: asyncio.Event, *, announce: Cal
             )
             await _run_election(router, failover, watcher, stopped)
             server.grace_s = router.settings.drain_timeout_s if router.settings else SHUTDOWN_GRACE_S
+
+
+def _read_api_keys(api_keys: ApiKeys, folder: Path) -> None:
+    """Read the keys before the first request."""
+    try:
+        api_keys.read()
+    except OSError as error:
+        raise InvalidInput("--api-keys", folder, f"cannot be read: {error.strerror}") from error
 
 
 def _keep_running(

@@ -10,7 +10,8 @@ from typing import Self
 
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.api.qostier import QoSTier
-from fulcrum_core.api.router import TimeoutsSpec
+from fulcrum_core.api.router import AuthSpec, TimeoutsSpec
+from fulcrum_core.networks import Network, parse_network
 from fulcrum_core.values import AutoscalingMode, DispatchMode, FlipPolicy, Slo
 
 DEFAULT_TIER = "default"
@@ -52,6 +53,14 @@ class Timeouts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AccessSettings:
+    """Who may send requests, and whose headers are trusted."""
+
+    requires_key: bool
+    trusted_networks: tuple[Network, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSettings:
     """Settings of one service that the router uses."""
 
@@ -63,6 +72,11 @@ class ServiceSettings:
     default_tier: Tier
     tiers: Mapping[str, Tier] = field(default_factory=dict)
     """Tiers by name, as far as the service lists them and they exist."""
+    tiers_by_tenant: Mapping[str, Tier] = field(default_factory=dict)
+    tiers_by_key: Mapping[str, Tier] = field(default_factory=dict)
+    """By TENANT/NAME of the API key."""
+    access: AccessSettings | None = None
+    """None: anybody may send requests, and name tenant and tier."""
     autoscaling_mode: AutoscalingMode = AutoscalingMode.OFF
     """OFF, too, while flips are paused."""
     flip_policy: FlipPolicy = FlipPolicy.ARROW
@@ -92,18 +106,39 @@ def resolve_settings(service: PDService, tiers: Iterable[QoSTier]) -> ServiceSet
     slo, dispatch = spec.slo.to_slo(), spec.router.dispatch
     mode = AutoscalingMode.OFF if spec.autoscaling.flip.paused else spec.autoscaling.mode
     known = {tier.metadata.name: tier for tier in tiers}
+    listed = [known[name] for name in spec.qos_tiers if name in known]
+    by_name = {tier.metadata.name: _resolve_tier(tier, slo) for tier in listed}
     return ServiceSettings(
         service=service.metadata.name,
         model=spec.model,
         timeouts=Timeouts.from_spec(spec.router.timeouts),
         default_tier=Tier(DEFAULT_TIER, slo),
-        tiers={name: _resolve_tier(known[name], slo) for name in spec.qos_tiers if name in known},
+        tiers=by_name,
+        # Of two tiers that match the same tenant or key, the first in qosTiers counts.
+        tiers_by_tenant={
+            tenant: by_name[tier.metadata.name]
+            for tier in reversed(listed)
+            for tenant in tier.spec.match.tenants
+        },
+        tiers_by_key={
+            key: by_name[tier.metadata.name] for tier in reversed(listed) for key in tier.spec.match.keys
+        },
+        access=None if spec.router.auth is None else _resolve_access(spec.router.auth),
         autoscaling_mode=mode,
         flip_policy=spec.autoscaling.policy,
         max_decode_load=spec.autoscaling.arrow.shrink,
         prefill_to_decode_cooldown_s=spec.autoscaling.flip.prefill_to_decode_cooldown,
         prefill_ahead_s=dispatch.prefill_ahead if dispatch.mode is DispatchMode.QUEUE else math.inf,
         drain_timeout_s=spec.drain.timeout,
+    )
+
+
+def _resolve_access(auth: AuthSpec) -> AccessSettings:
+    """A network that cannot be parsed is reported by the condition TiersAccepted, and trusts nobody."""
+    networks = (parse_network(text) for text in auth.trusted_proxies)
+    return AccessSettings(
+        requires_key=auth.api_keys is not None,
+        trusted_networks=tuple(network for network in networks if network is not None),
     )
 
 

@@ -49,7 +49,7 @@ class Family:
 _BOUNDS = {
     **{"tier": "T", "instance": "I", "prefill": "P", "decode": "P", "namespace": "S", "service": "S"},
     **{"outcome": "F", "reason": "F", "cause": "5", "phase": "2", "part": "8", "path": "F", "task": "F"},
-    **{"action": "3", "trigger": "2", "to": "2", "role": "2"},
+    **{"action": "3", "trigger": "2", "to": "2", "role": "2", "header": "2"},
 }
 """Most values of each label. Labels with the same letter name one thing; an instance has one role."""
 

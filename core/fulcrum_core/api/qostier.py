@@ -1,6 +1,6 @@
 """QoSTier: priority and latency objectives of a class of requests."""
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, StrictInt
 
@@ -28,8 +28,28 @@ class SloSpec(ApiModel):
         return Slo(ttft_s=self.ttft, tpot_s=self.tpot)
 
 
+TENANT_PATTERN = r"^[-._a-zA-Z0-9]{1,253}$"
+"""What may name an entry of a Secret: API keys are kept by tenant."""
+KEY_PATTERN = r"^[-._a-zA-Z0-9]{1,253}/[-._a-zA-Z0-9]{1,63}$"
+
+
+class TierMatchSpec(ApiModel):
+    """Whose requests belong to a tier."""
+
+    tenants: tuple[Annotated[str, Field(pattern=TENANT_PATTERN, max_length=253)], ...] = Field(
+        default=(),
+        max_length=1024,
+        description="Tenants whose requests get this tier, unless a trusted x-customer-tier names another.",
+    )
+    keys: tuple[Annotated[str, Field(pattern=KEY_PATTERN, max_length=317)], ...] = Field(
+        default=(),
+        max_length=1024,
+        description="API keys whose requests get this tier, as TENANT/NAME; they precede tenants.",
+    )
+
+
 class QoSTierSpec(ApiModel):
-    """Priority and objectives of a tier."""
+    """Priority, objectives and tenants of a tier."""
 
     priority: StrictInt = Field(
         default=0,
@@ -38,10 +58,15 @@ class QoSTierSpec(ApiModel):
         description="Higher is more important: engines serve waiting requests in this order (default 0).",
     )
     slo: SloSpec | None = Field(default=None, description="Objectives of the tier (default: the service's).")
+    match: TierMatchSpec = Field(
+        default_factory=TierMatchSpec,
+        description="Whose requests belong to the tier (default: those that name it in x-customer-tier).",
+    )
 
 
 class QoSTier(Resource):
-    """A class of requests, named by services in spec.qosTiers and by any client in x-customer-tier."""
+    """A class of requests, named by services in spec.qosTiers. A request gets its tier by its tenant, or by
+    x-customer-tier where the service trusts that header (spec.router.auth)."""
 
     plural: ClassVar[str] = "qostiers"
     short_name: ClassVar[str] = "qos"
@@ -53,4 +78,6 @@ class QoSTier(Resource):
     )
 
     kind: Literal["QoSTier"] = "QoSTier"
-    spec: QoSTierSpec = Field(default_factory=QoSTierSpec, description="Priority and objectives of the tier.")
+    spec: QoSTierSpec = Field(
+        default_factory=QoSTierSpec, description="Priority, objectives and tenants of the tier."
+    )

@@ -1,8 +1,10 @@
-"""Settings of a service's routers: waits for engines, where requests wait for prefill, TLS and pods."""
+"""Settings of a service's routers: callers, waits for engines and for prefill, TLS and pods."""
 
-from pydantic import Field
+from typing import Annotated, Self
 
-from fulcrum_core.api.meta import ApiModel, Duration
+from pydantic import ConfigDict, Field, model_validator
+
+from fulcrum_core.api.meta import ApiModel, Duration, cel_rule
 from fulcrum_core.api.pod_template import PodTemplatePatch
 from fulcrum_core.values import DispatchMode
 
@@ -58,6 +60,51 @@ class RouterTlsSpec(ApiModel):
     )
 
 
+NO_CALLER_MESSAGE = "names neither apiKeys nor trustedProxies: without auth, leave auth out"
+
+
+class ApiKeysSpec(ApiModel):
+    """API keys of clients."""
+
+    secret_name: str = Field(
+        min_length=1,
+        max_length=253,
+        description="Secret with one entry for each tenant: lines of a key's SHA-256 in hexadecimal digits "
+        "and, after a space, the key's name. A change is used within 10 s of its arrival in the pod.",
+    )
+
+
+class AuthSpec(ApiModel):
+    """Who may send requests, and whose headers are trusted."""
+
+    model_config = ConfigDict(
+        json_schema_extra=cel_rule(
+            "has(self.apiKeys) || (has(self.trustedProxies) && size(self.trustedProxies) > 0)",
+            NO_CALLER_MESSAGE,
+        )
+    )
+
+    trusted_proxies: tuple[
+        Annotated[str, Field(pattern=r"^[0-9a-fA-F:.]{2,45}/[0-9]{1,3}$", max_length=49)], ...
+    ] = Field(
+        default=(),
+        max_length=64,
+        description="Networks (as 10.0.0.0/8) of proxies whose x-customer-tier and x-tenant-id count. From "
+        " others these headers have no effect.",
+    )
+    api_keys: ApiKeysSpec | None = Field(
+        default=None,
+        description="API keys: a request without a valid one gets 401, unless a trusted proxy names its "
+        "tenant or tier (default: none are asked for).",
+    )
+
+    @model_validator(mode="after")
+    def _check_caller(self) -> Self:
+        if self.api_keys is None and not self.trusted_proxies:
+            raise ValueError(NO_CALLER_MESSAGE)
+        return self
+
+
 class RouterSpec(ApiModel):
     """How requests are routed, and the router's pods."""
 
@@ -70,6 +117,11 @@ class RouterSpec(ApiModel):
     tls: RouterTlsSpec | None = Field(
         default=None,
         description="TLS on the port for clients; the Service then has port 443 (default: plain HTTP).",
+    )
+    auth: AuthSpec | None = Field(
+        default=None,
+        description="Who may send requests (default: anybody, and x-customer-tier and x-tenant-id of any "
+        " client count).",
     )
     template: PodTemplatePatch | None = Field(
         default=None, description="Strategic merge patch of the router's pods (default: none)."

@@ -203,7 +203,7 @@ async def _observe(
         pools=tuple(pools),
         instances=owned.instances,
         assignment=await _find_assignment(service, context, key),
-        tiers=frozenset(tier.metadata.name for tier in await _list(context.store, QoSTier, key)),
+        tiers=tuple(await _list(context.store, QoSTier, key)),
         engines=_observe_engines(key, context),
         engine_facts=facts,
         endpoint=context.router.endpoint(key) if context.router else None,

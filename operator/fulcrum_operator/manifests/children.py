@@ -43,6 +43,7 @@ _NEEDED_KINDS = {
 }
 """Kinds of a router's children that another one of its children refers to by name."""
 TLS_VOLUME, TLS_FOLDER = "tls", "/var/run/secrets/fulcrum.dev/tls"
+API_KEYS_VOLUME, API_KEYS_FOLDER = "api-keys", "/var/run/secrets/fulcrum.dev/api-keys"
 """Volume and folder of the Secret with the router's certificate."""
 TLS_OPTION = "--tls-certificate"
 """Option of a router that serves TLS."""
@@ -315,19 +316,33 @@ def _router_pod(service: PDService, settings: InstallationSettings) -> dict[str,
         **image_pull_secrets(settings),
         "affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}},
         "containers": [_router_container(service, settings)],
-        "volumes": [{"name": "tmp", "emptyDir": {}}, *_tls_volumes(service)],
+        "volumes": [{"name": "tmp", "emptyDir": {}}, *_secret_volumes(service)],
     }
 
 
-def _tls_volumes(service: PDService) -> list[dict[str, Any]]:
-    tls = service.spec.router.tls
-    return [{"name": TLS_VOLUME, "secret": {"secretName": tls.secret_name}}] if tls else []
+def _secrets(service: PDService) -> list[tuple[str, str, str]]:
+    """Secrets that the router reads: name of the volume, name of the Secret, folder."""
+    tls, auth = service.spec.router.tls, service.spec.router.auth
+    keys = auth.api_keys if auth else None
+    return [
+        *([(TLS_VOLUME, tls.secret_name, TLS_FOLDER)] if tls else ()),
+        *([(API_KEYS_VOLUME, keys.secret_name, API_KEYS_FOLDER)] if keys else ()),
+    ]
+
+
+def _secret_volumes(service: PDService) -> list[dict[str, Any]]:
+    return [{"name": volume, "secret": {"secretName": secret}} for volume, secret, _ in _secrets(service)]
+
+
+def _secret_mounts(service: PDService) -> list[dict[str, Any]]:
+    return [
+        {"name": volume, "mountPath": folder, "readOnly": True} for volume, _, folder in _secrets(service)
+    ]
 
 
 def _router_container(service: PDService, settings: InstallationSettings) -> dict[str, Any]:
     tls = service.spec.router.tls
     scheme = {"scheme": "HTTPS"} if tls else {}
-    tls_mounts = [{"name": TLS_VOLUME, "mountPath": TLS_FOLDER, "readOnly": True}] if tls else []
     ready, healthy = ({"path": path, "port": "http", **scheme} for path in ("/ready", "/health"))
     readiness = {"httpGet": ready, "periodSeconds": 1, "timeoutSeconds": 2}
     liveness = {"httpGet": healthy, "periodSeconds": 5, "timeoutSeconds": 5}
@@ -348,12 +363,12 @@ def _router_container(service: PDService, settings: InstallationSettings) -> dic
         | {"failureThreshold": 6, "initialDelaySeconds": 10, "terminationGracePeriodSeconds": 5},
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": container_security_context(),
-        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}, *tls_mounts],
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}, *_secret_mounts(service)],
     }
 
 
 def _router_arguments(service: PDService, settings: InstallationSettings) -> list[str]:
-    name, namespace = service.metadata.name, service.metadata.namespace
+    name, namespace, auth = service.metadata.name, service.metadata.namespace, service.spec.router.auth
     callers = ",".join((settings.operator.subject, settings.autoscaler.subject))
     files = (TLS_OPTION, f"{TLS_FOLDER}/tls.crt", "--tls-key", f"{TLS_FOLDER}/tls.key")
     return [
@@ -363,4 +378,5 @@ def _router_arguments(service: PDService, settings: InstallationSettings) -> lis
         *("--state-callers", callers, "--lease", f"{name}-router"),
         *("--identity", "$(POD_NAME)", "--advertise-address", "$(POD_IP)"),
         *(files if service.spec.router.tls else ()),
+        *(("--api-keys", API_KEYS_FOLDER) if auth and auth.api_keys else ()),
     ]

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fulcrum_core.api import EngineIdentitySpec, PDAssignment, PDAssignmentSpec, PDInstance, PDPool, PDService
+from fulcrum_core.api import (
+    EngineIdentitySpec,
+    PDAssignment,
+    PDAssignmentSpec,
+    PDInstance,
+    PDPool,
+    PDService,
+    QoSTier,
+)
 from fulcrum_core.models import Fit
 from fulcrum_core.ports import EngineObservation
 from fulcrum_core.router_state import RouterState
@@ -73,8 +81,8 @@ class Observed:
     pools: tuple[PDPool, ...] = ()
     instances: tuple[PDInstance, ...] = ()
     assignment: PDAssignment | None = None
-    tiers: frozenset[str] = frozenset()
-    """Names of the QoSTiers in the service's namespace."""
+    tiers: tuple[QoSTier, ...] = ()
+    """The QoSTiers in the service's namespace."""
     engines: Mapping[str, EngineObservation] = field(default_factory=dict)
     engine_facts: Mapping[str, EngineFacts] = field(default_factory=dict)
     """By instance name."""

@@ -308,8 +308,22 @@ def _build_client_families(counters: Counters) -> Iterator[Metric]:
     yield passed_through
     yield CounterMetricFamily(
         "fulcrum_router_unknown_tiers",
-        "Client requests that named a tier that the service does not list; they got the default tier.",
+        "Client requests that named a tier that the service does not list; they got their tenant's tier, or "
+        "the default tier.",
         counters.unknown_tiers,
+    )
+    yield _build_counter_by_label(
+        "dropped_headers",
+        "Headers x-customer-tier and x-tenant-id that had no effect, since a client sent them that is not a "
+        "trusted proxy (spec.router.auth), by header.",
+        "header",
+        counters.dropped_headers,
+    )
+    yield _build_counter_by_label(
+        "refused_callers",
+        "Client requests that got 401, by reason: missing (no API key), unknown (the key is not valid).",
+        "reason",
+        counters.refused_callers,
     )
     tasks = CounterMetricFamily(
         "fulcrum_router_background_task_failures",

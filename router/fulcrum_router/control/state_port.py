@@ -35,11 +35,19 @@ def build_router_state(router: Router, *, now_s: float) -> RouterState:
         tiers=tuple(
             _build_tier_state(name, counters) for name, counters in sorted(router.counters.tiers.items())
         ),
+        access_problems=_list_access_problems(router),
         demand=router.journeys.demand.snapshot(),
         pairs=tuple(
             _build_pair_state(key, pair, time.monotonic()) for key, pair in router.pairs.list_reported()
         ),
     )
+
+
+def _list_access_problems(router: Router) -> tuple[str, ...]:
+    settings = router.settings
+    if settings is None or settings.access is None or not settings.access.requires_key:
+        return ()
+    return router.callers.api_keys.list_problems()
 
 
 def _build_instance_state(router: Router, instance: Instance) -> InstanceState:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import cast
 
+from fulcrum_router.access.callers import Caller, CallerRefused
 from fulcrum_router.control import router_endpoints
 from fulcrum_router.data_path.exchange import Exchange
 from fulcrum_router.data_path.http10 import UnchunkedDownstream
@@ -43,6 +44,7 @@ a stalled client is never taken for a silent engine."""
 
 _COMPLETION_PATHS = frozenset({b"/v1/completions", b"/v1/chat/completions"})
 _MAX_REQUEST_ID_BYTES = 200
+_CHALLENGES = {400: b"", 401: b"www-authenticate: Bearer\r\n"}
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -93,6 +95,7 @@ class ClientConnection(asyncio.Protocol):
         "_exchange",
         "_id_line",
         "_parsed_bytes",
+        "_peer",
         "_reader",
         "_reading_paused",
         "_request",
@@ -115,7 +118,9 @@ class ClientConnection(asyncio.Protocol):
         self._request: ClientRequest | None = None
         """The request of the exchange."""
         self._id_line = b""
-        """End of the status line and the header line with the id of the request, until they are sent."""
+        """End of the status line, and header lines about the id of the request and its tier, until sent."""
+        self._peer = ""
+        """IP address of the client, or of the proxy in front of it."""
         self._parsed_bytes = 0
         """Estimated memory of that request beside its body."""
         self._unread: list[bytes] = []
@@ -136,6 +141,8 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        address = transport.get_extra_info("peername")
+        self._peer = address[0] if address else ""
         server = self._server
         server.connections.add(self)
         if len(server.connections) > server.max_connections:
@@ -295,19 +302,24 @@ class ClientConnection(asyncio.Protocol):
             starting = "the router is starting: it has not read its PDService yet"
             self._send_error(request, 503, "the router is shutting down" if router.stopping else starting)
             return
+        try:
+            caller = router.callers.identify(settings, request.headers, self._peer)
+        except CallerRefused as refused:
+            self._send_error(
+                request, refused.status, refused.message, header_lines=_CHALLENGES[refused.status]
+            )
+            return
         size = estimate_parsed_bytes(request.body)
         if not self._server.memory.hold(size, body_bytes=len(request.body)):
             self._send_error(request, 503, FULL)
             return
         self._parsed_bytes = size
         self._reader.held_bytes += size
-        client_request = _build_client_request(request, router)
+        client_request = _build_client_request(request, router, caller)
         if router.leaving:
             client_request.keep_alive = False
-        if client_request.tier is not None and not settings.has_tier(client_request.tier):
-            router.counters.unknown_tiers += 1
         self._request = client_request
-        self._id_line = b"\r\nx-request-id: %b\r\n" % client_request.request_id
+        self._id_line = b"\r\nx-request-id: %b\r\n%b" % (client_request.request_id, caller.header_lines)
         kind = Exchange if request.path in _COMPLETION_PATHS else PassThrough
         downstream: Downstream = self
         if request.http_version == b"1.0":
@@ -399,16 +411,16 @@ class ClientConnection(asyncio.Protocol):
         return min(timeout_s, CROWDED_TIMEOUT_S) if self._server.is_crowded else timeout_s
 
 
-def _build_client_request(request: Request, router: Router) -> ClientRequest:
+def _build_client_request(request: Request, router: Router, caller: Caller) -> ClientRequest:
     headers = request.headers
-    tier, request_id = headers.get(b"x-customer-tier"), headers.get(b"x-request-id")
+    request_id = headers.get(b"x-request-id")
     if request_id is not None and not (len(request_id) <= _MAX_REQUEST_ID_BYTES and request_id.isascii()):
         request_id = None
     return ClientRequest(
         request.path,
         request.body,
         request_id or router.make_request_id(),
-        None if tier is None else tier.decode("latin-1"),
+        caller,
         _build_trace_headers(headers) if b"traceparent" in headers else b"",
         request.keep_alive,
     )

@@ -201,7 +201,7 @@ class PassThrough:
             self._downstream.finish_response(keep_alive=self._keep_alive)
 
     async def _serve(self) -> RequestOutcome:
-        tier = self._settings.find_tier(self._client_request.tier)
+        tier = self._client_request.caller.tier
         request = self._body = parse_request_body(self._client_request.body, tier.engine_priority)
         failed = LegFailed(Failure.REFUSED, "no instance is available", status=503)
         excluded: set[str] = set()

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Protocol, cast
 
+from fulcrum_router.access.callers import Caller
 from fulcrum_router.counters import RequestOutcome
 from fulcrum_router.data_path.leg_outcomes import LegOutcomes
 from fulcrum_router.fleet.instances import Instance
@@ -46,8 +47,8 @@ class ClientRequest:
     body: bytes
     request_id: bytes
     """The client's `x-request-id`, or one of the router."""
-    tier: str | None
-    """Value of `x-customer-tier`."""
+    caller: Caller
+    """Tenant and tier."""
     trace_headers: bytes
     """Header lines of the W3C trace context."""
     keep_alive: bool
@@ -112,7 +113,7 @@ class ServedRequest:
         """TTFT counts from here."""
         self.times = RequestTimes(self.arrival_s)
         self.router, self.downstream, self.client = router, downstream, client
-        self.tier, self.timeouts = settings.find_tier(client.tier), settings.timeouts
+        self.tier, self.timeouts = client.caller.tier, settings.timeouts
         self.keep_alive = client.keep_alive
         self.legs = LegOutcomes(router)
         self.journey: Journey[Instance] = cast("Journey[Instance]", None)  # set by admit
@@ -142,6 +143,7 @@ class ServedRequest:
             slo,
             deadline_s=self.arrival_s + slo.ttft_s,
             tier=self.tier.name,
+            tenant=self.client.caller.tenant,
         )
         self.journey = journey = Journey(
             router.journeys,

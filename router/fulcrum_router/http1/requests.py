@@ -24,6 +24,7 @@ MAX_PIECES = 8
 
 _REPLAYED_HEADERS = frozenset(  # all that the router reads of a request
     {
+        b"authorization",
         b"content-length",
         b"expect",
         b"host",
@@ -32,12 +33,20 @@ _REPLAYED_HEADERS = frozenset(  # all that the router reads of a request
         b"transfer-encoding",
         b"x-customer-tier",
         b"x-request-id",
+        b"x-tenant-id",
     }
 )
 _METHODS = frozenset({b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"PATCH", b"CONNECT"})
 """httptools knows others, some of them with protocols that are not HTTP."""
 FULL = "the router holds as many bytes of requests as it may; try again"
-_SINGLE_HEADERS = (b"content-length", b"host", b"transfer-encoding")
+_SINGLE_HEADERS = (
+    b"authorization",
+    b"content-length",
+    b"host",
+    b"transfer-encoding",
+    b"x-customer-tier",
+    b"x-tenant-id",
+)
 
 
 class Rejection(Exception):

@@ -11,6 +11,7 @@ from fulcrum_core.api import KINDS, PDAssignment, PDInstance, PDService, QoSTier
 from fulcrum_core.api.crds import build_crd, render_crd
 from fulcrum_core.api.env import KEY_ARGUMENT_MESSAGE, TOKEN_ARGUMENT_MESSAGE, TOKEN_LITERAL_MESSAGE
 from fulcrum_core.api.pdservice import FLOORS_TOO_HIGH_MESSAGE, INVALID_NAME_MESSAGE
+from fulcrum_core.api.router import NO_CALLER_MESSAGE
 
 JSON_SCHEMA_PROPS = {
     "type", "format", "description", "default", "enum", "nullable",
@@ -206,6 +207,7 @@ def test_rules_between_fields_are_in_the_schema() -> None:
         **{f"{start}.kvTransfer": [buffer] for start in starts},
         "PDService.spec.pools[*].instances": ["min is greater than max"],
         "PDService.spec.autoscaling.arrow": ["shrink is greater than expand"],
+        "PDService.spec.router.auth": [NO_CALLER_MESSAGE],
         "PDService.spec.rollout": ["has maxSurge and maxUnavailable 0: nothing could be replaced"],
         "PDPool.spec.instances": ["min is greater than max"],
     }

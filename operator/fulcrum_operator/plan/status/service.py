@@ -48,7 +48,7 @@ def service_status(
         ),
         progressing(service, desired, pools, desired_replicas),
         degraded(observed, tuple(report.view for report in pools), desired),
-        tiers_accepted(service, observed.tiers),
+        tiers_accepted(service, observed.tiers, observed.router),
         service_scaling_limited(service, {report.view.name: report.scaling_limited for report in pools}),
         model_fits(observed, tuple((report.view, report.members) for report in pools)),
         kv_transfer_verified(observed, desired_replicas),

@@ -196,6 +196,13 @@ def test_a_router_that_cannot_start_is_reported_once_while_its_message_changes()
 
 CONDITIONS = [
     (conditions.TIERS_ACCEPTED, conditions.TIERS_FOUND, conditions.TIER_NOT_FOUND, "TierMissing"),
+    (
+        conditions.TIERS_ACCEPTED,
+        conditions.TIERS_FOUND,
+        conditions.TENANT_MATCHED_TWICE,
+        "TenantMatchedTwice",
+    ),
+    (conditions.TIERS_ACCEPTED, conditions.TIERS_FOUND, conditions.INVALID_ACCESS, "InvalidAccess"),
     (conditions.PROGRESSING, conditions.SETTLED, conditions.ROLLOUT_PROGRESSING, "RolloutStarted"),
     (conditions.PROGRESSING, conditions.ROLLOUT_PROGRESSING, conditions.SETTLED, "RolloutCompleted"),
     (conditions.PROGRESSING, conditions.ROLLOUT_PROGRESSING, conditions.ROLLOUT_PAUSED, None),

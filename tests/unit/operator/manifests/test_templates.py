@@ -123,3 +123,21 @@ def test_cluster_autoscaler_may_remove_nodes_with_our_pods_unless_a_template_say
 
     kept = {"metadata": {"annotations": {SAFE_TO_EVICT: "false"}}}
     assert (annotations({}), annotations(kept)) == (["true", "true"], ["false", "false"])
+
+
+def test_routers_read_api_keys_from_the_secret_that_the_service_names() -> None:
+    made = router_children(auth={"apiKeys": {"secretName": "chat-keys"}})
+    pod = made["Deployment", "chat-router"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    folder = "/var/run/secrets/fulcrum.dev/api-keys"
+    options = parse_options([arg.replace("$(POD_IP)", "10.0.0.1") for arg in container["args"]])
+    assert (options.api_keys, pod["volumes"][1:], container["volumeMounts"][1:]) == (
+        Path(folder),
+        [{"name": "api-keys", "secret": {"secretName": "chat-keys"}}],
+        [{"name": "api-keys", "mountPath": folder, "readOnly": True}],
+    )
+
+
+def test_trusted_proxies_change_nothing_of_the_routers_pod() -> None:
+    proxies = {"trustedProxies": ["10.0.0.0/8"]}
+    assert router_children(auth=proxies) == router_children()

@@ -211,12 +211,6 @@ def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
             ("True", "InstancesFailed", "chat-1: its engine ended: signal SIGKILL; restarting it"),
             id="an engine has exited",
         ),
-        pytest.param(
-            settled(FOUR, spec={"instances": 4, "qosTiers": ["gold", "free"]}, tiers=frozenset(["free"])),
-            "TiersAccepted",
-            ("False", "TierNotFound", "no QoSTier named gold in namespace default"),
-            id="a tier that does not exist",
-        ),
     ],
 )
 def test_condition_reports_what_is_wrong(

@@ -1,0 +1,1 @@
+"""Who sends a request: API keys, trusted proxies, tenants and tiers."""
