@@ -1,13 +1,21 @@
 """Limits on the structure of a client's JSON, and the time that checking them takes."""
 
+import re
 import time
 
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fulcrum_router.http1 import json_limits
 from fulcrum_router.http1.bodies import build_prefill_body, parse_request_body
-from fulcrum_router.http1.json_limits import MAX_DEPTH, InvalidBody, parse_limited_object
+from fulcrum_router.http1.json_limits import (
+    MAX_DEPTH,
+    InvalidBody,
+    count_bytes_outside_texts,
+    parse_limited_object,
+)
 
 
 def nest(levels: int) -> bytes:
@@ -62,11 +70,21 @@ def test_a_body_with_too_many_arrays_is_rejected() -> None:
         orjson.dumps({"prompt": "x", "logit_bias": {str(n): 1 for n in range(200_000)}}),
         b'{"a":[' + b'{"a":1},' * 100_000 + b"1]}",
         orjson.dumps({"prompt": '"' * 4_000_000}),
+        b'{"a":[' + b"9007199254740993.%b1," % (b"0" * 780) * 10_000 + b"1]}",
+        b'{"a":[' + b"9007199254740993.%b1," % (b"0" * 25) * 180_000 + b"1]}",
     ],
-    ids=["token ids", "texts", "names", "objects", "escaped characters"],
+    ids=[
+        "token ids",
+        "texts",
+        "names",
+        "objects",
+        "escaped characters",
+        "decimals of 800 digits",
+        "decimals of 40 digits",
+    ],
 )
 def test_a_body_whose_parsing_would_stop_the_router_is_rejected_before(body: bytes) -> None:
-    with pytest.raises(InvalidBody, match=r"too many values, names or arrays|escaped characters"):
+    with pytest.raises(InvalidBody, match=r"too many (values|long numbers)|escaped characters"):
         parse_limited_object(body)
 
 
@@ -78,8 +96,29 @@ def test_a_body_whose_parsing_would_stop_the_router_is_rejected_before(body: byt
         "a few words, and more: of them. " * 90_000,
         "12,345,ab\n" * 200_000,
         'if x == "abc":\n    return {"a": [1, 2]}\n' * 40_000,
+        '"3.14159 \\" is what he said.\n' * 5_000 + "0123456789" * 700_000,
     ],
-    ids=["200,000 token ids", "8 MB of text", "3 MB of prose", "2 MB of numbers", "2 MB of code"],
+    ids=[
+        "200,000 token ids",
+        "8 MB of text",
+        "3 MB of prose",
+        "2 MB of numbers",
+        "2 MB of code",
+        "7 MB of digits",
+    ],
 )
 def test_a_long_prompt_passes(prompt: str | list[int]) -> None:
     assert parse_limited_object(orjson.dumps({"prompt": prompt})) == {"prompt": prompt}
+
+
+JSON = st.recursive(
+    st.none() | st.integers(-(2**60), 2**60) | st.text(st.sampled_from('ab"\\[{,é'), max_size=6),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(st.sampled_from('a"\\')), inner),
+)
+
+
+@given(JSON)
+def test_bytes_outside_texts_are_those_left_when_each_text_is_one_quote(value: object) -> None:
+    raw = orjson.dumps(value)
+    emptied = re.sub(rb'"(?:[^"\\]|\\.)*"', b'"', raw)
+    assert count_bytes_outside_texts(raw) == len(emptied)
