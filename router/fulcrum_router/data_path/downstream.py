@@ -309,8 +309,9 @@ class ClientConnection(asyncio.Protocol):
                 request, refused.status, refused.message, header_lines=_CHALLENGES[refused.status]
             )
             return
-        size = estimate_parsed_bytes(request.body)
-        if not self._server.memory.hold(size, body_bytes=len(request.body)):
+        memory = self._server.memory
+        size = estimate_parsed_bytes(request.body, few_held=memory.holds_few)
+        if not memory.hold(size, body_bytes=len(request.body)):
             self._send_error(request, 503, FULL)
             return
         self._parsed_bytes = size

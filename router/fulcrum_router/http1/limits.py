@@ -30,6 +30,10 @@ LARGE_SHARE: Final = 0.75
 """Share of the limit that large bodies may take: they leave room for others."""
 UNFINISHED_SHARE: Final = 0.5
 """Share of bodies that came in part: clients that send slowly keep out nobody who sends at once."""
+FEW_SHARE: Final = 0.0625
+"""Share of the limit up to which values of bodies that are not large are not counted: these may take 12 times
+as much memory as estimated without.
+"""
 LARGE_BODY_BYTES: Final = 65_536
 MAX_CONNECTIONS: Final = 16_384
 _RESERVED_FILES: Final = 256
@@ -78,6 +82,11 @@ class RequestMemory:
         return True
 
     @property
+    def holds_few(self) -> bool:
+        """Whether so few bytes are held that a rough estimate of the next ones does."""
+        return self.held_bytes <= FEW_SHARE * self.max_bytes
+
+    @property
     def is_full(self) -> bool:
         """Whether no more bytes should be read from clients that wait for a response."""
         return self.held_bytes >= self.max_bytes
@@ -92,14 +101,14 @@ class RequestMemory:
         self._is_short = limit is not None and process_bytes > SHORT_SHARE * limit
 
 
-def estimate_parsed_bytes(body: bytes) -> int:
+def estimate_parsed_bytes(body: bytes, *, few_held: bool) -> int:
     """Estimate the memory that serving a request takes beside its body: it parsed, and the body of a leg.
 
-    Values cost more than their bytes. They are counted in large bodies; in small ones that would take longer
-    than it is worth.
+    Values cost more than their bytes. They are counted in large bodies, and in all unless `few_held`: to
+    count them takes as long as to parse a text.
     """
     copies = (_COPIES - 1) * len(body)
-    if len(body) <= LARGE_BODY_BYTES:
+    if few_held and len(body) <= LARGE_BODY_BYTES:
         return copies + len(body)
     return copies + _BYTES_PER_SEPARATOR * len(find_separators(body))
 

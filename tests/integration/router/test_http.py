@@ -266,10 +266,11 @@ async def test_a_body_over_the_global_limit_is_rejected_until_others_have_ended(
 
     async with run_router(FakeEngine("p1"), FakeEngine("d1", decode=wait_and_respond)) as world:
         memory = world.server.clients.memory
-        memory.max_bytes = len(build_post(BODY)) + 4 * len(BODY)
+        held_bytes = len(BODY) + estimate_parsed_bytes(BODY, few_held=False)
+        memory.max_bytes = len(build_post(BODY)) + held_bytes
         first = asyncio.ensure_future(send_pieces(world, build_post(BODY)))
         await wait_until(lambda: bool(world["d1"].requests), "the first request holds its body")
-        assert memory.held_bytes == len(BODY) + estimate_parsed_bytes(BODY)
+        assert memory.held_bytes == held_bytes
         large = build_post(json.dumps({"prompt": "x" * memory.max_bytes}).encode())
         [(status, body)] = await send_pieces(world, large)
         assert (status, json.loads(body)["error"]["message"]) == (
