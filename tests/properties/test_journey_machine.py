@@ -22,6 +22,7 @@ from fulcrum_router.policy.journey import (
     Action,
     Journey,
     JourneyContext,
+    LocalPrefillReason,
     State,
     StopReason,
     TransferProtocol,
@@ -46,6 +47,7 @@ FAILURES = [*Failure, *[Failure.CLOSED] * 8, *[Failure.STATUS] * 4]
 DEATHS = frozenset({Failure.CLOSED, Failure.EJECTED, Failure.REFUSED, Failure.UNREACHABLE})
 STATUSES = [0, 500, 503]
 """Causes of failures, those that end in a query of death or in retries more often."""
+MULTIPLE_CHOICES = LocalPrefillReason.MULTIPLE_CHOICES
 RETRY_FLOOR = 1
 ANSWERS = frozenset({Action.FAIL, Action.BREAK, Action.END})
 CHARGED = frozenset(
@@ -65,6 +67,7 @@ class Client:
     """One request as its client and its engines see it."""
 
     journey: Journey[FakeInstance]
+    needs_prefill_leg: bool = True
     prefill_leg: FakeInstance | None = None
     decode_leg: FakeInstance | None = None
     waits_for_flip: bool = False
@@ -180,9 +183,12 @@ class Journeys(RuleBasedStateMachine):
 
     # --- events --------------------------------------------------------------------------------------
 
-    @rule(tokens=st.integers(1, 8_000))
-    def a_request_arrives(self, tokens: int) -> None:
-        client = Client(Journey(self.context, work(tokens)._replace(deadline_s=self.now_s + SLO.ttft_s)))
+    @rule(tokens=st.integers(1, 8_000), reason=st.sampled_from([None, None, MULTIPLE_CHOICES]))
+    def a_request_arrives(self, tokens: int, reason: LocalPrefillReason | None) -> None:
+        timed_work = work(tokens)._replace(deadline_s=self.now_s + SLO.ttft_s)
+        client = Client(
+            Journey(self.context, timed_work, local_prefill_reason=reason), needs_prefill_leg=reason is None
+        )
         client.journey.on_moved = lambda action: self.act(client, action)
         self.clients.append(client)
         self.begun_s.append(int(self.now_s))
@@ -333,9 +339,9 @@ class Journeys(RuleBasedStateMachine):
         able = {i.name for i in self.fleet.candidates.prefill}
         sheds = {name for name, until_s in self.context.shed_until_s.items() if until_s > self.now_s}
         idle = {i.name for i in self.fleet.candidates.prefill if not i.ledger.prefill_queued_s} - sheds
-        able |= {i.name for i in self.fleet.candidates.decode}  # they can compute prompts themselves
-        for client in waiting:
-            assert able - client.failed_prefill, "nothing to wait for"
+        decode = {i.name for i in self.fleet.candidates.decode}  # they can compute prompts themselves
+        for client in [c for c in waiting if c.needs_prefill_leg]:
+            assert (able - client.failed_prefill) | (decode - client.failed_decode), "nothing to wait for"
             assert not idle - client.failed_prefill, "an idle instance could take the request"
 
     @invariant()

@@ -75,6 +75,8 @@ class JourneyChoices(RequestRecord[V]):
             if type(decision) is FlipProposal:
                 return self._ask_for_flip(now_s, decision)
             reason = self._explain_no_prefill(broken)
+        elif reason.is_expected and self._must_wait_for_decode(now_s):
+            return self._join_room(now_s, 0.0)
         self.local_prefill_reason = reason
         return self._seek_decode(now_s, context.flip_rules)
 
@@ -188,11 +190,14 @@ class JourneyChoices(RequestRecord[V]):
     def _list_able(self, now_s: float, exclude: tuple[str, ...]) -> tuple[list[V], tuple[str, ...]]:
         """The instances that may compute the prompt, and the names of those that have enough work.
 
-        Without a prefill instance those are the decode instances: what waits must not reach them at once.
+        Without a prefill instance those are the decode instances: what waits must not reach them at once. So
+        they are for a request without a prefill leg.
         """
         context = self._context
         candidates, ahead_s = context.fleet.candidates, context.waiting_room.prefill_ahead_s
-        able = [i for i in candidates.prefill if i.name not in exclude]
+        able: list[V] = []
+        if self._no_prefill_leg is None:
+            able = [i for i in candidates.prefill if i.name not in exclude]
         if not able:
             able = [i for i in candidates.decode if i.name not in self._failed_decode]
         shed_until_s = context.shed_until_s
@@ -221,7 +226,20 @@ class JourneyChoices(RequestRecord[V]):
             )
             if type(decision) is FlipProposal:
                 return self._ask_for_flip(now_s, decision)
-        if not room.join(self, prefill_s=able[0].prefill_model.ttft_s(work.prompt_tokens)):
+        return self._join_room(now_s, able[0].prefill_model.ttft_s(work.prompt_tokens))
+
+    def _must_wait_for_decode(self, now_s: float) -> bool:
+        """Whether a request without a prefill leg waits: it passes nobody who came before."""
+        room = self._context.waiting_room
+        if room.prefill_ahead_s == math.inf:
+            return False
+        able, full = self._list_able(now_s, ())
+        is_behind = self.state is State.ARRIVED and bool(room.members)
+        return bool(able) and (is_behind or len(full) == len(able))
+
+    def _join_room(self, now_s: float, prefill_s: float) -> Action:
+        """Wait; `prefill_s` is the work of prefill instances that the request brings."""
+        if not self._context.waiting_room.join(self, prefill_s=prefill_s):
             self.stop_reason = StopReason.FULL
             return self._end(now_s, Action.FAIL)
         self.state = _WAITING
@@ -240,7 +258,7 @@ class JourneyChoices(RequestRecord[V]):
     @property
     def excludes_instances(self) -> bool:
         """See `waiting_room.Waiter`."""
-        return bool(self._failed_prefill)
+        return bool(self._failed_prefill) or self._no_prefill_leg is not None
 
     def try_to_leave(self, now_s: float, *, late: bool) -> Departure:
         """See `waiting_room.Waiter`."""
@@ -249,7 +267,7 @@ class JourneyChoices(RequestRecord[V]):
         able, full = self._list_able(now_s, exclude)
         if full and len(full) == len(able):
             return Departure.BLOCKED
-        if not late and not self._can_be_in_time(now_s, exclude + full):
+        if not late and not self._can_be_in_time(now_s, exclude + full, able):
             return Departure.LATE
         context.waiting_room.leave(self)
         action = self._seek_prefill(now_s, NO_FLIP_PROPOSALS)
@@ -257,18 +275,21 @@ class JourneyChoices(RequestRecord[V]):
             self.on_moved(action)
         return Departure.LEFT
 
-    def _can_be_in_time(self, now_s: float, exclude: tuple[str, ...]) -> bool:
-        context = self._context
+    def _can_be_in_time(self, now_s: float, exclude: tuple[str, ...], able: list[V]) -> bool:
+        context, work = self._context, self.work
+        if self._no_prefill_leg is not None:
+            ends_s = (i.ledger.remaining_s(now_s) + i.prefill_model.ttft_s(work.prompt_tokens) for i in able)
+            return now_s + min(ends_s, default=0.0) <= work.deadline_s
         decision = choose_prefill(
             context.fleet.candidates,
-            self.work,
+            work,
             now_s=now_s,
             exclude=exclude,
             delays=context.pairs.prefill_delays,
         )
         if type(decision) is Dispatch:
             return decision.reason is _WITHIN_SLO
-        return now_s < self.work.deadline_s
+        return now_s < work.deadline_s
 
     # --- flips -------------------------------------------------------------------------------------
 

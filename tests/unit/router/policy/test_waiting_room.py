@@ -8,7 +8,14 @@ from fulcrum_core.values import Role
 from fulcrum_router.policy import TransferPairs
 from fulcrum_router.policy.dispatch import FlipProposalRules
 from fulcrum_router.policy.failures import Failure
-from fulcrum_router.policy.journey import Action, Journey, JourneyContext, State, StopReason
+from fulcrum_router.policy.journey import (
+    Action,
+    Journey,
+    JourneyContext,
+    LocalPrefillReason,
+    State,
+    StopReason,
+)
 from fulcrum_router.policy.journey.context import SHED_BACKOFF_S
 from fulcrum_router.policy.waiting_room import LATE_EVERY, Departure, WaitingRoom
 from tests.unit.router.builders import SLO, FakeFleet, FakeInstance, instance, work
@@ -150,10 +157,11 @@ def make_context(*names: str, max_requests: int = 100) -> JourneyContext[FakeIns
 
 
 def begin(
-    context: JourneyContext[FakeInstance], now_s: float = 0.0
+    context: JourneyContext[FakeInstance], now_s: float = 0.0, reason: LocalPrefillReason | None = None
 ) -> tuple[Journey[FakeInstance], list[Action]]:
     """Begin a request; return it with its actions, those after it has waited included."""
-    journey = Journey(context, work(TOKENS)._replace(deadline_s=now_s + SLO.ttft_s))
+    timed_work = work(TOKENS)._replace(deadline_s=now_s + SLO.ttft_s)
+    journey = Journey(context, timed_work, local_prefill_reason=reason)
     actions: list[Action] = []
     journey.on_moved = actions.append
     actions.append(journey.begin(now_s))
@@ -247,6 +255,28 @@ def test_requests_that_wait_do_not_reach_the_decode_instances_at_once_when_prefi
     assert [actions[-1] for actions in waiting].count(Action.SEND_DECODE) == 2
     for journey in running:
         journey.client_left(0.1)
+
+
+SEVERAL = LocalPrefillReason.MULTIPLE_CHOICES
+
+
+def test_a_request_with_several_choices_does_not_pass_those_who_wait() -> None:
+    context = make_context("p1", "d1")
+    running = [begin(context)[0] for _ in range(2)]
+    _, older = begin(context)
+    _, several = begin(context, reason=SEVERAL)
+    assert (older, several) == ([Action.WAIT], [Action.WAIT])
+    running[0].client_left(0.1)
+    assert (older[-1], several[-1]) == (Action.SEND_PREFILL, Action.SEND_DECODE)
+
+
+def test_requests_with_several_choices_wait_for_decode_instances_and_others_pass_them() -> None:
+    context = make_context("p1", "d1")
+    running = [begin(context, reason=SEVERAL) for _ in range(3)]
+    assert [actions[-1] for _, actions in running] == [Action.SEND_DECODE, Action.SEND_DECODE, Action.WAIT]
+    assert begin(context)[1] == [Action.SEND_PREFILL]
+    running[0][0].first_byte(0.1)
+    assert (running[2][1][-1], context.waiting_room.prefill_s) == (Action.SEND_DECODE, 0.0)
 
 
 def test_a_full_room_fails_the_request() -> None:
