@@ -18,9 +18,14 @@ from tests.paths import GOLDEN, ROOT
 settings.register_profile("shrink", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 """No deadline: how long an example takes depends on the other work of the machine."""
 settings.register_profile(
-    "fulcrum", settings.get_profile("shrink"), phases=[Phase.explicit, Phase.reuse, Phase.generate]
+    "fulcrum",
+    settings.get_profile("shrink"),
+    max_examples=40,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )
-"""A failing example is shown as it was found: a state machine's would be shrunk for up to five minutes."""
+"""Each run draws other examples, so that a few a run are enough. A failing example is shown as it was found:
+a state machine's would be shrunk for up to five minutes.
+"""
 settings.load_profile("fulcrum")
 
 

@@ -47,6 +47,9 @@ from tests.waiting import advance, run_pending_tasks
 
 SERVICE_NAME = "chat"
 RECONCILE_INTERVAL_S = 0.1
+"""Shortest time between two reconciles, in seconds."""
+RESYNC_S = 0.5
+"""Longest time between two reconciles, in seconds, for engines that changed without a write to the store."""
 FINISH_TIMEOUT_S = 60.0
 """Time that requests may take after `Scenario.end_s`, in seconds."""
 SETTLE_S = 2.0
@@ -220,6 +223,7 @@ class _Simulation:
         self._router = SimulatedRouter(self._history, self._network, self._profile, self._clock)
         self._decision_history = DecisionHistory()
         self._records: list[RequestRecord] = []
+        self._written = asyncio.Event()
         self._stalled = asyncio.Event()
         self._stall_s = 0.0
         self._context = ReconcileContext(
@@ -256,7 +260,10 @@ class _Simulation:
         while True:
             with suppress(Conflict, StoreUnavailable):
                 await reconcile(ServiceKey("default", SERVICE_NAME), self._context)
+            self._written.clear()
             await advance(RECONCILE_INTERVAL_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._written.wait(), RESYNC_S - RECONCILE_INTERVAL_S)
 
     async def _run_autoscaler(self) -> None:
         """Run the autoscaler. After a stall, start a new one."""
@@ -373,6 +380,7 @@ class _Simulation:
     # Records
 
     def _record(self, new: Resource, old: Resource | None) -> None:
+        self._written.set()
         if isinstance(new, PDAssignment):
             self._record_assignment(old if isinstance(old, PDAssignment) else None, new)
         elif isinstance(new, PDInstance):

@@ -63,13 +63,19 @@ class RoutedFleet:
 
     def __init__(self, by_name: dict[str, RoutedInstance]) -> None:
         self._by_name = by_name
+        self._candidates = Candidates[RoutedInstance](())
+        self._candidates_of: list[object] = []
 
     def __getitem__(self, name: str) -> RoutedInstance:
         return self._by_name[name]
 
     @property
     def candidates(self) -> Candidates[RoutedInstance]:
-        return Candidates(self._by_name[name] for name in sorted(self._by_name))
+        instances = [self._by_name[name] for name in sorted(self._by_name)]
+        of = [(i.name, i.role, i.serving, id(i.identity)) for i in instances]
+        if of != self._candidates_of:
+            self._candidates, self._candidates_of = Candidates(instances), of
+        return self._candidates
 
 
 class SimulatedRouter:
@@ -156,7 +162,9 @@ class SimulatedRouter:
         process = self._network.find(int(endpoint.partition(":")[2])) if endpoint else None
         if process is not known.process:
             known.process, known.health, known.missed_probes, known.itl_s = process, Health(), 0, None
-        known.identity = obj.status.identity.to_identity() if obj.status.identity else None
+        identity = obj.status.identity.to_identity() if obj.status.identity else None
+        if identity != known.identity:  # an equal one stays the same object, as candidates compare it
+            known.identity = identity
 
     def _rules(self) -> AssignmentRules:
         assert self._service is not None

@@ -104,12 +104,11 @@ def test_the_same_seed_gives_the_same_history_under_any_hash_seed() -> None:
         from tests.simulation.control_loop import simulate
         print("digest", simulate(faulty_scenario({seed})).history.digest())
     """
-    digests = {_output(code, hash_seed) for hash_seed in ("1", "2")}
-    assert digests == {simulate(faulty_scenario(seed)).history.digest()}
+    assert _output(code) == faulty_result(seed).history.digest()
 
 
-def _output(code: str, hash_seed: str) -> str:
-    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+def _output(code: str) -> str:
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}  # that of the tests' own process is random
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
