@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import IO, Any
 
 import pytest
@@ -42,14 +43,25 @@ class RenderedChart:
 
 
 class Renderer:
-    """Client of the renderer process: called with values, returns the rendered chart."""
+    """Client of the renderer process: called with values, returns the rendered chart.
+
+    The tests share one rendering of the same values, and change nothing of it.
+    """
 
     def __init__(self, requests: IO[str], responses: IO[str]) -> None:
         self._requests, self._responses = requests, responses
+        self._rendered: dict[str, RenderedChart] = {}
 
-    def __call__(
+    def __call__(self, **options: Any) -> RenderedChart:
+        key = json.dumps(options)
+        if key not in self._rendered:
+            self._rendered[key] = self.render_again(**options)
+        return self._rendered[key]
+
+    def render_again(
         self, *, release: str = "fulcrum", namespace: str = "fulcrum-system", **values: Any
     ) -> RenderedChart:
+        """Render the chart, even if it was rendered with these values before."""
         values["image"] = {"repository": "registry.example/fulcrum", **values.get("image", {})}
         request = {"values": values, "namespace": namespace, "release": release}
         print(json.dumps(request), file=self._requests, flush=True)
@@ -57,9 +69,14 @@ class Renderer:
         if "error" in response:
             raise ChartRefusedError(response["error"])
         files = {name.partition("/templates/")[2]: text for name, text in response["files"].items()}
-        texts = (text for name, text in files.items() if name.endswith(".yaml"))
-        objects = [made for text in texts for made in yaml.safe_load_all(text) if made]
+        objects = [made for name, text in files.items() if name.endswith(".yaml") for made in _parse(text)]
         return RenderedChart(files, objects, response["findings"])
+
+
+@cache
+def _parse(text: str) -> list[dict[str, Any]]:
+    """Parse the objects of one file; most files, above all the CRDs, are the same for most values."""
+    return [made for made in yaml.safe_load_all(text) if made]
 
 
 @pytest.fixture(scope="session")

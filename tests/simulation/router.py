@@ -72,7 +72,7 @@ class RoutedFleet:
     @property
     def candidates(self) -> Candidates[RoutedInstance]:
         instances = [self._by_name[name] for name in sorted(self._by_name)]
-        of = [(i.name, i.role, i.serving, id(i.identity)) for i in instances]
+        of: list[object] = [(i.name, i.role, i.serving, id(i.identity)) for i in instances]
         if of != self._candidates_of:
             self._candidates, self._candidates_of = Candidates(instances), of
         return self._candidates
