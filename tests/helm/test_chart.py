@@ -1,6 +1,7 @@
 """The chart: rendered objects, rejected values, and permissions of the components."""
 
 import importlib.util
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -313,6 +314,20 @@ def test_operator_accepts_the_arguments_of_its_deployment(
     with pytest.raises(SystemExit):
         operator([*args, "--unknown"])
     assert capsys.readouterr().err == "error: unrecognized arguments: --unknown\n"
+
+
+def test_a_quote_in_an_annotation_of_routers_reaches_the_operator(render: Renderer) -> None:
+    annotations = {"example.com/note": 'it\'s "ours" <&>'}
+    made = render(router={"podAnnotations": annotations})
+    args = list_pod_specs(made)["fulcrum-operator"]["containers"][0]["args"]
+    (template,) = (arg.partition("=")[2] for arg in args if arg.startswith("--router-template="))
+    assert json.loads(template) == {"metadata": {"annotations": annotations}}
+
+
+def test_every_pod_of_the_chart_requests_what_quotas_count(render: Renderer) -> None:
+    for spec in list_pod_specs(render()).values():
+        requests = spec["containers"][0]["resources"]["requests"]
+        assert sorted(requests) == ["cpu", "ephemeral-storage", "memory"]
 
 
 def test_pods_carry_the_labels_that_network_policies_select(render: Renderer) -> None:

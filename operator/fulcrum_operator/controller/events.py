@@ -50,6 +50,8 @@ _EVENT_BY_REASON = {
     ),
 }
 """Event reason and type when a condition of the service changes to one of these reasons."""
+_RETRIED = (conditions.CHILD_REFUSED, conditions.NAME_TAKEN, conditions.RECONCILE_FAILED)
+"""Causes that may end without a change by a person."""
 _REASON_WHEN_FALSE = {
     conditions.KV_TRANSFER_VERIFIED: event_reasons.KV_TRANSFER_NOT_VERIFIED,
     conditions.MODEL_FITS: event_reasons.MODEL_DOES_NOT_FIT,
@@ -129,9 +131,10 @@ def router_cannot_start(cause: FailureCause) -> Event:
 
 
 def problem_found(cause: FailureCause) -> Event:
-    """An object of the service cannot be made: its name is taken, or the API server refuses it."""
+    """An object of the service cannot be made, or a person has to change something."""
     reason = event_reasons.CHILD_APPLY_FAILED if cause.reason == conditions.CHILD_REFUSED else cause.reason
-    return Event(reason, WARNING, f"{cause.message}; retrying", cause.message)
+    text = f"{cause.message}; retrying" if cause.reason in _RETRIED else cause.message
+    return Event(reason, WARNING, text, cause.message)
 
 
 def object_unreadable(description: str) -> Event:

@@ -25,7 +25,12 @@ from fulcrum_operator.manifests.names import (
     pod_security_context,
     recommended_labels,
 )
-from fulcrum_operator.manifests.pod_template import apply_template, keep_account_and_program, require_map
+from fulcrum_operator.manifests.pod_template import (
+    apply_template,
+    keep_account_and_program,
+    keep_tolerations,
+    require_map,
+)
 
 ENGINE_CONTAINER = "engine"
 """Name of the engine's container; a pool's template uses it to change the container."""
@@ -85,21 +90,12 @@ def engine_pod(
     }
     pod = apply_template(manifest, instance.spec.template or {})
     pod["spec"] = keep_account_and_program(pod.get("spec"), manifest["spec"])
-    _keep_tolerations(pod, manifest["spec"].get("tolerations", []))
+    keep_tolerations(pod["spec"], manifest["spec"].get("tolerations", []))
     metadata = require_map(pod.get("metadata"), "metadata")
     labels = {**require_map(metadata.get("labels"), "metadata.labels"), **manifest["metadata"]["labels"]}
     annotations = {**EVICTION_ANNOTATIONS, **require_map(metadata.get("annotations"), "metadata.annotations")}
     pod["metadata"] = {**metadata, **manifest["metadata"], "labels": labels, "annotations": annotations}
     return pod
-
-
-def _keep_tolerations(pod: dict[str, Any], ours: list[dict[str, Any]]) -> None:
-    """Add our tolerations to those of the template, which replace the whole list."""
-    spec = pod.get("spec")
-    if isinstance(spec, dict) and isinstance(given := spec.get("tolerations", []), list):
-        spec["tolerations"] = [*given, *(toleration for toleration in ours if toleration not in given)]
-        if not spec["tolerations"]:
-            del spec["tolerations"]
 
 
 def grace_period_s(service: PDService) -> int:

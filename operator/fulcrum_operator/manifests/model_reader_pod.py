@@ -26,6 +26,7 @@ from fulcrum_operator.manifests.names import (
     pod_security_context,
     recommended_labels,
 )
+from fulcrum_operator.manifests.pod_template import apply_template, keep_tolerations
 from fulcrum_operator.plan.model import READ_TIMEOUT_S, ModelReadRequest, hub_env, model_revision
 
 MODEL_KEY_ANNOTATION = "fulcrum.dev/model-key"
@@ -33,7 +34,10 @@ ATTEMPT_ANNOTATION = "fulcrum.dev/attempt"
 """Annotations with the key of the model and the attempt number."""
 
 READER_MODULE = "fulcrum_operator.model_reader"
-_RESOURCES = {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}}
+_RESOURCES = {
+    "requests": {"cpu": "50m", "memory": "64Mi", "ephemeral-storage": "64Mi"},
+    "limits": {"memory": "256Mi"},
+}
 _PLACEMENT_FIELDS = ("nodeSelector", "affinity", "tolerations", "schedulerName", "securityContext")
 """Fields of a pool's template that decide on which nodes and as which user engines run."""
 
@@ -55,6 +59,9 @@ def model_reader_pod(
         request: The model to read.
         service: The owner of the pod.
         settings: Settings of the installation, the same for all services.
+
+    Raises:
+        InvalidInput: if the template has an unknown directive.
     """
     name = service.metadata.name
     labels = {**recommended_labels(name, "fulcrum-model-reader"), SERVICE_LABEL: name}
@@ -85,28 +92,13 @@ def model_reader_pod(
 
 
 def _placement(start: LaunchSpec) -> dict[str, Any]:
+    """The template's fields merged into ours; an invalid value is passed on for the API server to refuse."""
     template_spec = (start.template or {}).get("spec")
-    placement = (
-        {key: template_spec[key] for key in _PLACEMENT_FIELDS if key in template_spec}
-        if isinstance(template_spec, dict)
-        else {}
-    )
-    device = device_tolerations(start).get("tolerations", [])
-    tolerated = _merge_with_template(device, placement.get("tolerations"))
-    return {
-        **placement,
-        "securityContext": _merge_with_template(pod_security_context(), placement.get("securityContext")),
-        **({"tolerations": tolerated} if tolerated else {}),
-    }
-
-
-def _merge_with_template(ours: Any, template_value: Any) -> Any:
-    """The template's value merged into ours; an invalid value is passed on for the API server to refuse."""
-    if isinstance(ours, dict) and isinstance(template_value, dict):
-        return {**ours, **template_value}
-    if isinstance(ours, list) and isinstance(template_value, list):
-        return [*ours, *template_value]
-    return template_value or ours
+    given = template_spec if isinstance(template_spec, dict) else {}
+    placement = {key: given[key] for key in _PLACEMENT_FIELDS if key in given}
+    merged = apply_template({"securityContext": pod_security_context()}, placement)
+    keep_tolerations(merged, device_tolerations(start).get("tolerations", []))
+    return merged
 
 
 def _container(start: LaunchSpec, volume: Volume | None, settings: InstallationSettings) -> dict[str, Any]:

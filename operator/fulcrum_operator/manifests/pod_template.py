@@ -56,6 +56,14 @@ def require_map(value: object, path: str) -> dict[str, Any]:
     raise InvalidInput(f"template.{path}", value, "must be a map")
 
 
+def keep_tolerations(spec: object, ours: list[dict[str, Any]]) -> None:
+    """Add our tolerations to those of the template, which replace the whole list."""
+    if isinstance(spec, dict) and isinstance(given := spec.get("tolerations", []), list):
+        spec["tolerations"] = [*given, *(toleration for toleration in ours if toleration not in given)]
+        if not spec["tolerations"]:
+            del spec["tolerations"]
+
+
 def keep_account_and_program(spec: object, ours: Mapping[str, Any]) -> dict[str, Any]:
     """The merged spec of a pod with the ServiceAccount of `ours`, the spec without templates.
 
@@ -119,7 +127,7 @@ def _merge_list(key: str, base: list[Any], patch: list[Any]) -> list[Any]:
     An item with `$patch: replace` replaces the whole list by the patch's other items, an item with
     `$patch: delete` removes its namesake.
     """
-    directives = {id(item): _directive_of(item) for item in patch if _has_directive(item)}
+    directives = {id(item): each for item in patch if (each := _directive_in_item(item)) != _MERGE}
     items = [item for item in patch if id(item) not in directives]
     if _REPLACE in directives.values():
         return items
@@ -132,8 +140,8 @@ def _merge_list(key: str, base: list[Any], patch: list[Any]) -> list[Any]:
     return [item for item in (*merged, *(_merge_item({}, item) for item in added)) if item is not None]
 
 
-def _has_directive(item: object) -> bool:
-    return isinstance(item, Mapping) and _DIRECTIVE in item
+def _directive_in_item(item: object) -> str:
+    return _directive_of(item) if isinstance(item, Mapping) else _MERGE
 
 
 def _merge_item(base: Any, patch: Any) -> Any:

@@ -92,8 +92,8 @@ class ModelReaderPods:
 
     async def _create(self, key: ServiceKey, service: PDService, read: ModelReadRequest) -> None:
         check_is_leader(self._is_leader)
-        body = model_reader_pod(read, service, self._settings)
         try:
+            body = model_reader_pod(read, service, self._settings)
             self._cache.put_object(POD, await self._objects.create(POD, body, namespace=key.namespace))
             _log.info(
                 "model reader pod created", service=key.name, namespace=key.namespace, attempt=read.attempt

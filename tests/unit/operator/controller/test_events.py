@@ -180,6 +180,14 @@ def test_each_of_many_refused_objects_is_reported_once() -> None:
     assert (reported(refused, SETTLED), again) == (events, ())
 
 
+@pytest.mark.parametrize(
+    "reason", [conditions.TEMPLATE_PROBLEM, conditions.NODES_FORBIDDEN, conditions.CRDS_OUTDATED]
+)
+def test_the_event_of_a_problem_that_a_person_has_to_mend_promises_no_retry(reason: str) -> None:
+    limited = replace(OBSERVED, problems=(FailureCause(reason, "a cause"),))
+    assert reported(limited, SETTLED) == [(reason, "a cause")]
+
+
 def test_a_router_that_cannot_start_is_reported_once_while_its_message_changes() -> None:
     first, later = (
         replace(

@@ -105,9 +105,20 @@ def test_the_reader_takes_placement_and_security_context_from_the_pool() -> None
     }
     spec = pod(chat({"template": template, "hardware": {"resource": "amd.com/gpu"}}, **CLAIM))["spec"]
     assert spec["nodeSelector"] == {"disk": "fast"}
-    assert [one["key"] for one in spec["tolerations"]] == ["amd.com/gpu", "team"]
+    assert [one["key"] for one in spec["tolerations"]] == ["team", "amd.com/gpu"]
     assert (spec["securityContext"]["fsGroup"], spec["securityContext"]["runAsNonRoot"]) == (7, True)
     assert spec["containers"][0]["env"] == []
+
+
+def test_directives_of_a_template_apply_to_the_placement_of_the_reader() -> None:
+    template = {
+        "spec": {
+            "nodeSelector": {"$patch": "replace", "disk": "fast"},
+            "securityContext": {"$patch": "replace", "runAsUser": 7},
+        }
+    }
+    spec = pod(chat({"template": template}))["spec"]
+    assert (spec["nodeSelector"], spec["securityContext"]) == ({"disk": "fast"}, {"runAsUser": 7})
 
 
 def test_an_invalid_template_is_passed_on_for_the_api_server_to_refuse() -> None:

@@ -24,6 +24,13 @@ def test_other_directives_of_a_patch_are_refused(patch: dict[str, Any]) -> None:
         apply_template({}, patch)
 
 
+def test_an_item_of_a_list_that_says_merge_is_merged() -> None:
+    """The API server refuses this directive, which says what happens without it."""
+    base = {"env": [{"name": "A", "value": "1"}]}
+    patch = {"env": [{"$patch": "merge", "name": "A", "value": "2"}, {"$patch": "merge", "name": "B"}]}
+    assert apply_template(base, patch) == {"env": [{"name": "A", "value": "2"}, {"name": "B"}]}
+
+
 def make_engine_pod(template: dict[str, Any]) -> dict[str, Any]:
     spec: dict[str, Any] = {"service": "chat", "pool": "chat-flex", "model": "m", "template": template}
     spec["engine"] = {"type": "Simulated", "image": "registry.example/engine:1"}
