@@ -38,7 +38,8 @@ log = structlog.get_logger()
 # An attribute of an enum is slow to read.
 _SEND_PREFILL, _SEND_DECODE, _END = Action.SEND_PREFILL, Action.SEND_DECODE, Action.END
 _OK, _DONE = RequestOutcome.OK, State.DONE
-
+_FAILS_AGAIN = (StopReason.QUERY_OF_DEATH, StopReason.TOO_LONG)
+"""Reasons for which a request would fail again."""
 
 LONG_BODY_BYTES = 1_048_576
 """Bodies above this size get a turn of the event loop for each step that takes long."""
@@ -247,10 +248,11 @@ class Exchange:
             if reason is StopReason.QUERY_OF_DEATH:
                 message = f"two engines failed by this request: {failed.detail}"
             status = find_error_status(failed)
-        return EarlyResponse(
-            RequestOutcome.FAILED,
-            responses.build_error_response(status, message, close=not request.keep_alive),
+        lines = responses.DO_NOT_RETRY if reason in _FAILS_AGAIN else b""
+        response = responses.build_error_response(
+            status, message, header_lines=lines, close=not request.keep_alive
         )
+        return EarlyResponse(RequestOutcome.FAILED, response)
 
     def _end_broken_stream(self) -> None:
         """Send an error event if one can be inserted, and close the connection without a regular end."""

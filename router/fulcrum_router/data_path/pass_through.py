@@ -143,6 +143,7 @@ class PassThrough:
         "_legs",
         "_router",
         "_settings",
+        "_suspicions",
     )
 
     def __init__(
@@ -153,6 +154,8 @@ class PassThrough:
         self._keep_alive = client_request.keep_alive
         self._leg: PassThroughLeg | None = None
         self._legs = LegOutcomes(router)
+        self._suspicions = 0
+        """Engines that died or answered 5xx after they were sent the request."""
         self._body: RequestBody | None = None
         self._inline_task = InlineTask(self._run())
 
@@ -207,12 +210,11 @@ class PassThrough:
         excluded: set[str] = set()
         budget = self._router.journeys.retry_budget
         budget.record_request(time.monotonic())
-        fatal = 0
-        while len(excluded) < MAX_ATTEMPTS and fatal < MIN_SUSPICIONS:
+        while len(excluded) < MAX_ATTEMPTS and self._suspicions < MIN_SUSPICIONS:
             instance = self._choose(excluded)
             if instance is None:
                 break
-            if excluded and not fatal and not budget.take_retry(time.monotonic()):
+            if excluded and not self._suspicions and not budget.take_retry(time.monotonic()):
                 self._router.counters.stopped_requests[StopReason.RETRY_BUDGET] += 1
                 break
             excluded.add(instance.name)
@@ -221,7 +223,7 @@ class PassThrough:
             except LegFailed as error:
                 failed = error
                 self._legs.record_failure(instance, DECODE, error)
-                fatal += error.may_have_started and (
+                self._suspicions += error.may_have_started and (
                     error.failure in DEATHS or is_ambiguous(error.failure, error.status)
                 )
                 self._router.counters.retries[DECODE, error.failure] += 1
@@ -296,4 +298,7 @@ class PassThrough:
         """Send the error for a request that no instance could serve."""
         status = find_error_status(failed)
         message = failed.detail if status == 503 else f"no instance responded: {failed.detail}"
-        self._downstream.write(responses.build_error_response(status, message, close=not self._keep_alive))
+        lines = responses.DO_NOT_RETRY if self._suspicions >= MIN_SUSPICIONS else b""
+        self._downstream.write(
+            responses.build_error_response(status, message, header_lines=lines, close=not self._keep_alive)
+        )

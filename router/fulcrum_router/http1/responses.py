@@ -9,6 +9,10 @@ from fulcrum_core.openai_errors import build_error_object
 _ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "invalid_request_error"}
 
 
+DO_NOT_RETRY = b"x-should-retry: false\r\n"
+"""Header line that OpenAI's clients obey: by default they send a request with status 5xx twice more."""
+
+
 def build_error_body(status: int, message: str, error_type: str | None = None) -> bytes:
     """Build the JSON body `{"error": {...}}`; the type follows from the status unless it is given."""
     error_type = (
