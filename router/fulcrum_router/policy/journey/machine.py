@@ -243,8 +243,8 @@ class Journey(JourneyChoices[V]):
         if failure in DEATHS:
             context.engine_deaths.record(instance.name, now_s)
             return self._suspect(now_s)
-        if is_ambiguous(failure, status) and not self._all_fail(instance):
-            return self._suspect(now_s)
+        if is_ambiguous(failure, status):
+            return self._suspect_all(now_s) if self._all_fail(instance) else self._suspect(now_s)
         if failure is Failure.TOO_LONG:
             return StopReason.TOO_LONG
         if failure in _CHARGED and not context.retry_budget.take_retry(now_s):
@@ -262,8 +262,14 @@ class Journey(JourneyChoices[V]):
         if status in SHED_STATUSES and instance is not None:
             self._context.shed_until_s[instance.name] = now_s + SHED_BACKOFF_S
 
-    def _suspect(self, now_s: float) -> StopReason | None:
-        """Count an engine that died or answered 5xx by this request, or by chance."""
+    def _suspect_all(self, now_s: float) -> StopReason | None:
+        """Count a 5xx of a role that fails: one engine more is allowed, of the other role after a prefill."""
+        if self._suspicions + 1 >= MIN_SUSPICIONS:
+            self._no_prefill_leg = self._no_prefill_leg or LocalPrefillReason.PREFILL_FAILED
+        return self._suspect(now_s, more=1)
+
+    def _suspect(self, now_s: float, *, more: int = 0) -> StopReason | None:
+        """Count an engine that died or answered 5xx by this request, or by chance; `more` are allowed."""
         self._suspicions += 1
         if self._suspicions < MIN_SUSPICIONS:
             return None

@@ -233,8 +233,10 @@ def test_a_request_by_which_engines_fail_reaches_two_engines(
     assert (action, journey.stop_reason) == (Action.FAIL, StopReason.QUERY_OF_DEATH)
 
 
-def test_a_5xx_does_not_count_against_the_request_if_all_engines_of_the_role_fail() -> None:
-    context = make_context(*(instance(n, error_share=0.8) for n in ("p1", "p2")), instance("d1"))
+def test_if_all_engines_of_a_role_fail_a_request_with_two_5xx_gets_one_more_of_the_other_role() -> None:
+    """Who raises the error share of all engines with such requests reaches three engines with the next."""
+    failing = [instance(f"{role}{n}", error_share=0.8) for role in "pd" for n in (1, 2, 3)]
+    context = make_context(*failing)
     journey, _ = begin(context)
     journey.prefill_failed(0.1, Failure.STATUS, status=500)
     assert journey.prefill_failed(0.1, Failure.STATUS, status=500) is Action.SEND_DECODE
