@@ -206,7 +206,14 @@ class DecodeLeg:
         if head.length == UNTIL_CLOSE:
             request.keep_alive = False
         request.outcome = _INVALID if head.status >= 400 or response.error_status else _OK
-        return journey.decode_ended(time.monotonic())
+        return journey.decode_ended(time.monotonic(), output_tokens=self._read_output_tokens(response))
+
+    def _read_output_tokens(self, response: DecodeResponse) -> int | None:
+        """The output tokens of one choice by the engine's usage; else those that the ledger counted: None."""
+        usage = response.usage
+        if usage is None:
+            return None if response.streaming else 0
+        return usage.completion_tokens // self._request.body.choices
 
     def _fail(self, error: LegFailed) -> Action:
         request, router, response = self._request, self._request.router, self.response

@@ -14,6 +14,7 @@ import pytest
 
 from fulcrum_core.values import Slo
 from fulcrum_router.counters import RequestOutcome, TierCounters
+from fulcrum_router.policy.demand import DEFAULT_OUTPUT_TOKENS
 from fulcrum_router.settings import ServiceSettings, Tier
 from tests.integration.router.fake_engines import (
     PROMPT,
@@ -122,6 +123,25 @@ async def test_the_tokens_of_a_stream_are_those_of_its_usage(
         in_parts = counters.ttft.sum + counters.tpot.sum * (counted - 1)
         assert sum(counters.seconds_by_part[:-1]) == pytest.approx(in_parts), "the last part is a slow client"
         assert (sum(counters.tpot.counts), sum(counters.ttft.counts), counters.slo_met) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("script", "fields", "learned"),
+    [
+        pytest.param(respond_whole(11), {}, 11, id="whole"),
+        pytest.param(respond_whole(22), {"n": 2}, 11, id="two choices"),
+        pytest.param(respond_whole(None), {}, DEFAULT_OUTPUT_TOKENS, id="whole, without a usage"),
+        pytest.param(stream_events(10, tokens=160), {"stream": True}, 160, id="stream"),
+    ],
+)
+async def test_output_lengths_are_learned_from_the_usage(
+    client: aiohttp.ClientSession, script: Script, fields: dict[str, Any], learned: float
+) -> None:
+    async with run_router(FakeEngine("p1"), FakeEngine("d1", decode=script)) as world:
+        async with client.post(world.url(), json=PROMPT | fields) as response:
+            await response.read()
+        await wait_until(world.ledgers_are_empty, "the request has ended")
+        assert world.router.journeys.demand.lengths.predict("another", 1) == learned
 
 
 @pytest.mark.parametrize(

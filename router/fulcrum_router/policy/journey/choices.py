@@ -39,7 +39,11 @@ _WAITING, _FLIP_REQUESTED, _PREFILL, _DECODE_SENT, _ABORTING, _DONE = (
 )
 _SEND_PREFILL, _SEND_DECODE, _WAIT, _END = Action.SEND_PREFILL, Action.SEND_DECODE, Action.WAIT, Action.END
 _ROLE_BOTH = Role.BOTH
-_PREFILLED_HERE, _WITHIN_SLO = DispatchReason.PREFILLED_HERE, DispatchReason.WITHIN_SLO
+_PREFILLED_HERE, _WITHIN_SLO, _OTHER_ROLE = (
+    DispatchReason.PREFILLED_HERE,
+    DispatchReason.WITHIN_SLO,
+    DispatchReason.OTHER_ROLE,
+)
 
 
 class JourneyChoices(RequestRecord[V]):
@@ -165,6 +169,19 @@ class JourneyChoices(RequestRecord[V]):
 
     def _choose_decode(self, now_s: float, rules: FlipProposalRules, *, source: V | None) -> DispatchDecision:
         context = self._context
+        pairs = None if source is None else context.pairs.list_from(source.name)
+        shedding = context.list_shedding(now_s)
+        if shedding:
+            decision = choose_decode(
+                context.fleet.candidates,
+                self.work,
+                now_s=now_s,
+                prefilled_on=source,
+                exclude=self._failed_decode + shedding,
+                pairs=pairs,
+            )
+            if type(decision) is Dispatch and decision.reason is not _OTHER_ROLE:
+                return decision
         return choose_decode(
             context.fleet.candidates,
             self.work,
@@ -172,7 +189,7 @@ class JourneyChoices(RequestRecord[V]):
             prefilled_on=source,
             rules=rules,
             exclude=self._failed_decode,
-            pairs=None if source is None else context.pairs.list_from(source.name),
+            pairs=pairs,
         )
 
     def _open_decode(self, now_s: float, instance: V) -> Action:

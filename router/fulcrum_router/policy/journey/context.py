@@ -110,12 +110,25 @@ class JourneyContext(Generic[V]):
         """
 
     def record_arrival(self, work: Work) -> None:
-        """Count a request that arrives in the demand."""
+        """Count a request that arrives in the demand.
+
+        A prompt that takes longer than S_T counts as the part of it that takes S_T: it would miss the
+        objective with any split, and a single body of 8 MB would bend the forecast for all others.
+        """
         candidates = self.fleet.candidates
         able = candidates.prefill or candidates.decode
         tokens = work.prompt_tokens
         prefill_s = sum(i.prefill_model.ttft_s(tokens) for i in able) / len(able) if able else 0.0
-        self.demand.record(tenant=work.tenant, prompt_tokens=work.prompt_tokens, prefill_s=prefill_s)
+        if prefill_s > work.slo.ttft_s:
+            tokens, prefill_s = int(tokens * work.slo.ttft_s / prefill_s), work.slo.ttft_s
+        self.demand.record(tenant=work.tenant, prompt_tokens=tokens, prefill_s=prefill_s)
+
+    def list_shedding(self, now_s: float) -> tuple[str, ...]:
+        """Return the names of the instances that have just shed a request, and forget earlier ones."""
+        if not self.shed_until_s:
+            return ()
+        self.shed_until_s = {name: until_s for name, until_s in self.shed_until_s.items() if until_s > now_s}
+        return tuple(self.shed_until_s)
 
     def waiting_share_s(self, instance: V) -> float:
         """This instance's equal share of the prefill work in the waiting room, in seconds.

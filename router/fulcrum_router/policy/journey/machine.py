@@ -15,6 +15,7 @@ phase. After as many failed prefill legs, or without retry budget, the decode in
 request is a *query of death* if two engines closed the connection, died or answered 5xx after they were sent
 it: it is not tried again. Where engines die anyway, a second death is likely chance: each
 `DEATHS_PER_ATTEMPT` deaths of the last seconds without this request allow one more, up to `MAX_SUSPICIONS`.
+Where all instances of a role fail, one more engine is allowed, which is a decode instance after two prefills.
 These retries are few by that rule; those after other failures of an engine that is still alive are charged to
 the retry budget of all requests. A re-run after an expired lease uses no KV, so it happens once.
 
@@ -148,12 +149,17 @@ class Journey(JourneyChoices[V]):
             if self._local_entry is not None:
                 self._release_local(now_s)
 
-    def decode_ended(self, now_s: float) -> Action:
-        """The response of the decode leg is complete."""
+    def decode_ended(self, now_s: float, *, output_tokens: int | None = None) -> Action:
+        """The response of the decode leg is complete.
+
+        `output_tokens` of one choice, by the engine's count; None: by the ledger's; 0: unknown.
+        """
         self.decode_open = False
-        if self.decode_entry is not None:
-            work, output = self.work, self.decode_entry.output_tokens
-            self._context.demand.lengths.learn(work.tenant, work.prompt_tokens, output)
+        if output_tokens is None and self.decode_entry is not None:
+            output_tokens = self.decode_entry.output_tokens
+        if output_tokens:
+            work = self.work
+            self._context.demand.lengths.learn(work.tenant, work.prompt_tokens, output_tokens)
         return self._end(now_s, _END)
 
     def decode_failed(
@@ -260,6 +266,7 @@ class Journey(JourneyChoices[V]):
     def _note_shed(self, now_s: float, instance: V | None, status: int) -> None:
         """Before others leave the waiting room: keep them from an engine that sheds."""
         if status in SHED_STATUSES and instance is not None:
+            self._context.list_shedding(now_s)  # forgets others
             self._context.shed_until_s[instance.name] = now_s + SHED_BACKOFF_S
 
     def _suspect_all(self, now_s: float) -> StopReason | None:
@@ -274,7 +281,7 @@ class Journey(JourneyChoices[V]):
         if self._suspicions < MIN_SUSPICIONS:
             return None
         others = max(0, self._context.engine_deaths.count(now_s) - self._suspicions)
-        limit = min(MAX_SUSPICIONS, MIN_SUSPICIONS + others // DEATHS_PER_ATTEMPT)
+        limit = min(MAX_SUSPICIONS, MIN_SUSPICIONS + more + others // DEATHS_PER_ATTEMPT)
         return StopReason.QUERY_OF_DEATH if self._suspicions >= limit else None
 
     def _continue(

@@ -41,11 +41,29 @@ def test_before_the_first_answer_a_usual_length_is_predicted() -> None:
 
 def test_the_prefill_work_of_an_arrival_is_the_mean_over_the_prefill_instances() -> None:
     instances = instance("p1"), instance("p2"), instance("d1")
-    for each, seconds in zip(instances, (3.0, 1.0, 5.0), strict=True):
+    for each, seconds in zip(instances, (0.6, 0.2, 5.0), strict=True):
         each.prefill_model = PrefillModel(c0=seconds, c1=0.0, c2=0.0)
     context = JourneyContext(FakeFleet(instances), TransferPairs())
     Journey(context, work(100)).begin(0.0)
-    assert context.demand.snapshot().prefill_s == 2.0
+    assert context.demand.snapshot().prefill_s == 0.4
+
+
+def test_a_prompt_that_takes_longer_than_its_objective_counts_as_one_that_takes_as_long() -> None:
+    context = JourneyContext(FakeFleet((instance("p1"), instance("d1"))), TransferPairs())
+    Journey(context, work(2_000_000)).begin(0.0)
+    assert context.demand.snapshot() == DemandState(
+        requests=1, prefill_s=1.0, output_tokens=100, token_steps=105_000
+    )
+
+
+@pytest.mark.parametrize(("reported", "predicted"), [(7, 7.0), (0, DEFAULT_OUTPUT_TOKENS)])
+def test_a_whole_response_teaches_the_tokens_that_its_engine_reports(reported: int, predicted: float) -> None:
+    context = JourneyContext(FakeFleet((instance("d1", role=Role.BOTH),)), TransferPairs())
+    journey = Journey(context, work(100))
+    journey.begin(0.0)
+    journey.first_byte(0.1)
+    journey.decode_ended(0.2, output_tokens=reported)
+    assert context.demand.lengths.predict("", 100) == predicted
 
 
 def test_a_journey_counts_its_arrival_and_learns_from_its_answer() -> None:

@@ -238,9 +238,29 @@ def test_if_all_engines_of_a_role_fail_a_request_with_two_5xx_gets_one_more_of_t
     failing = [instance(f"{role}{n}", error_share=0.8) for role in "pd" for n in (1, 2, 3)]
     context = make_context(*failing)
     journey, _ = begin(context)
-    journey.prefill_failed(0.1, Failure.STATUS, status=500)
+    assert journey.prefill_failed(0.1, Failure.STATUS, status=500) is Action.SEND_PREFILL
     assert journey.prefill_failed(0.1, Failure.STATUS, status=500) is Action.SEND_DECODE
-    assert (journey.local_prefill_reason, context.retry_budget.retries) == ("prefill_failed", 2)
+    assert (journey.local_prefill_reason, context.retry_budget.retries) == ("prefill_failed", 0)
+    assert journey.decode_failed(0.1, Failure.STATUS, status=500) is Action.FAIL
+    assert journey.stop_reason is StopReason.QUERY_OF_DEATH
+
+
+def test_an_instance_that_sheds_gets_no_decode_leg_while_another_can_take_it() -> None:
+    context = make_context()
+    begin_decode(context).decode_failed(0.2, Failure.STATUS, status=503)
+    journey, _ = begin(context)
+    answer(journey, 0.3)
+    assert targets(journey)[1] == "d2"
+    context.fleet["d2"].serving = False
+    assert journey.decode_failed(0.4, Failure.REFUSED, started=False) is Action.SEND_DECODE
+    assert targets(journey)[1] == "d1"
+
+
+def test_instances_that_have_shed_are_forgotten() -> None:
+    context = make_context()
+    context.shed_until_s = {"removed": 0.1}
+    begin_decode(context).decode_failed(0.2, Failure.STATUS, status=503)
+    assert set(context.shed_until_s) == {"d1"}
 
 
 @pytest.mark.parametrize(("others", "deaths"), [(0, 2), (2, 2), (3, 3), (6, 4), (60, 4)])
