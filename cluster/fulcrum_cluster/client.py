@@ -6,7 +6,7 @@ Kubernetes object as a dictionary, over the same connections.
 
 import json
 import random
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -29,7 +29,7 @@ _MERGE_PATCH = "application/merge-patch+json"
 _APPLY_PATCH = "application/apply-patch+yaml"
 _STRICT_VALIDATION = {"fieldValidation": "Strict"}
 _DRY_RUN = {"dryRun": "All"}
-_PAGE_SIZE = 500
+_PAGE_SIZE, _PAGE_SIZE_OF_LARGE_OBJECTS = 500, 100
 _SOCKET_IDLE_TIMEOUT_S = 30.0  # the store sends bookmarks every 10 s
 # An API server sends bookmarks only about every minute. It ends a watch sooner, and the next one goes on
 # where it was, so that a connection that died silently is noticed within half a minute.
@@ -48,14 +48,24 @@ class RestObjects:
         return await self._request_object("GET", kind.path(namespace, name))
 
     async def list(
-        self, kind: ObjectKind, *, namespace: str, labels: str = "", fields: str = ""
+        self,
+        kind: ObjectKind,
+        *,
+        namespace: str,
+        labels: str = "",
+        fields: str = "",
+        keep: Callable[[Object], Object] | None = None,
     ) -> ObjectList:
-        """All selected objects in the namespace ("": in all), and the version to watch from."""
-        query = _selectors(labels, fields)
+        """All selected objects in the namespace ("": in all), and the version to watch from.
+
+        `keep`: returns what is kept of an object. At most a page of whole objects is in memory then.
+        """
+        path, query = kind.path(namespace), _selectors(labels, fields)
+        page_size = _PAGE_SIZE if keep is None else _PAGE_SIZE_OF_LARGE_OBJECTS
         try:
-            return await self._list_pages(kind.path(namespace), {**query, "limit": str(_PAGE_SIZE)})
+            return await self._list_pages(path, {**query, "limit": str(page_size)}, keep)
         except Gone:  # the server has forgotten the list's version between two pages: list without pages
-            return await self._list_pages(kind.path(namespace), query)
+            return await self._list_pages(path, query, keep)
 
     async def watch(
         self, kind: ObjectKind, *, namespace: str, since: str, labels: str = "", fields: str = ""
@@ -147,12 +157,15 @@ class RestObjects:
             raise StoreUnavailable(f"{path} has a response that is not an object")
         return response
 
-    async def _list_pages(self, path: str, query: Mapping[str, str]) -> ObjectList:
+    async def _list_pages(
+        self, path: str, query: Mapping[str, str], keep: Callable[[Object], Object] | None
+    ) -> ObjectList:
         items: list[Object] = []
         more: dict[str, str] = {}
         while True:
             body = await self._request_object("GET", path, query={**query, **more})
-            items += body["items"] or ()
+            page = body["items"] or ()
+            items += page if keep is None else map(keep, page)
             if not body["metadata"].get("continue"):
                 return items, body["metadata"]["resourceVersion"]
             more = {"continue": body["metadata"]["continue"]}

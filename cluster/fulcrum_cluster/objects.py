@@ -1,6 +1,6 @@
 """Kubernetes objects as dictionaries: their kinds, and `ObjectApi`, the port to access them."""
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -95,9 +95,18 @@ class ObjectApi(Protocol):
         ...
 
     async def list(
-        self, kind: ObjectKind, *, namespace: str, labels: str = "", fields: str = ""
+        self,
+        kind: ObjectKind,
+        *,
+        namespace: str,
+        labels: str = "",
+        fields: str = "",
+        keep: Callable[[Object], Object] | None = None,
     ) -> ObjectList:
-        """All selected objects in the namespace ("": in all), and the version to watch from."""
+        """All selected objects in the namespace ("": in all), and the version to watch from.
+
+        `keep`: returns what is kept of an object. At most a page of whole objects is in memory then.
+        """
         ...
 
     def watch(

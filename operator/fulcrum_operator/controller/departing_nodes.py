@@ -94,7 +94,7 @@ class DepartingNodes(Reflector[Event]):
             raise
 
     async def _relist(self) -> str:
-        nodes, version = await self._objects.list(NODE, namespace="")
+        nodes, version = await self._objects.list(NODE, namespace="", keep=keep_read_fields)
         found = {node["metadata"]["name"]: node for node in nodes}
         before, was_allowed = dict(self.departures), self.allowed
         for name in self._found.keys() - found.keys():
@@ -138,6 +138,13 @@ class DepartingNodes(Reflector[Event]):
             self._found.pop(name, None)
         elif known is None or (known.cause, known.is_certain) != (found.cause, found.is_certain):
             self._found[name] = found
+
+
+def keep_read_fields(node: Object) -> Object:
+    """The fields of a node that are read; the status with all images of the node is most of the object."""
+    spec = node.get("spec", {})
+    kept = {field: spec[field] for field in ("taints", "unschedulable") if field in spec}
+    return {"metadata": {"name": node["metadata"]["name"]}, "spec": kept}
 
 
 def find_departure(node: Object, *, now_s: float) -> NodeDeparture | None:

@@ -13,7 +13,7 @@ from aiohttp import web
 from fulcrum_cluster.client import ClusterClient
 from fulcrum_cluster.client_config import ClientConfig
 from fulcrum_cluster.informer import Informer
-from fulcrum_cluster.objects import POD
+from fulcrum_cluster.objects import NODE, POD
 from fulcrum_core.api import PDService, QoSTier
 from fulcrum_core.errors import Forbidden, StoreUnavailable
 from fulcrum_core.ports import EventType
@@ -83,6 +83,16 @@ async def test_pages_are_joined_into_one_list(tmp_path: Path) -> None:
     async with cluster(tmp_path, script) as found:
         assert await pods(found) == ["a", "b", "c", "d", "e"]
     assert [request.query.get("continue") for request in script.requests] == [None, "x", "y"]
+
+
+async def test_a_list_of_large_objects_keeps_what_is_asked_for_of_each_page(tmp_path: Path) -> None:
+    script = ScriptedServer(page("ab", more="x"), page("c"))
+    async with cluster(tmp_path, script) as found:
+        kept, _ = await found.objects.list(
+            NODE, namespace="", keep=lambda node: {"name": node["metadata"]["name"]}
+        )
+    assert kept == [{"name": "a"}, {"name": "b"}, {"name": "c"}]
+    assert [request.query.get("limit") for request in script.requests] == ["100", "100"]
 
 
 async def test_list_is_requested_without_pages_if_a_page_has_expired(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 from fulcrum_cluster.objects import Object, ObjectKind
@@ -76,7 +76,9 @@ class FakeObjectApi:
         namespace: str,
         labels: str = "",
         fields: str = "",
+        keep: Callable[[Object], Object] | None = None,
     ) -> tuple[list[Object], str]:
+        assert keep is None
         self.lists += 1
         self._check_available()
         found = [copy.deepcopy(body) for (of, _), body in sorted(self._objects.items()) if of == kind.kind]

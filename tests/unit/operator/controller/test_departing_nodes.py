@@ -1,7 +1,7 @@
 """The operator follows cordons and taints of nodes, also after it was refused for a while."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
@@ -71,11 +71,13 @@ class FakeNodes:
         self.events: list[tuple[EventType, Any]] = []
         self.refuses: set[str] = set()
 
-    async def list(self, kind: ObjectKind, *, namespace: str) -> tuple[list[Any], str]:
+    async def list(
+        self, kind: ObjectKind, *, namespace: str, keep: Callable[[Any], Any]
+    ) -> tuple[list[Any], str]:
         assert (kind, namespace) == (NODE, "")
         if "list" in self.refuses:
             raise Forbidden("cannot list nodes")
-        return self.nodes, "1"
+        return [keep(each) for each in self.nodes], "1"
 
     async def watch(
         self, kind: ObjectKind, *, namespace: str, since: str
