@@ -59,6 +59,7 @@ ALL_VALUES_CHANGED: dict[str, Any] = {
         "tolerations": [{"operator": "Exists"}],
         "extraEnv": [{"name": "PYTHONASYNCIODEBUG", "value": "1"}],
     },
+    "monitoring": {"podMonitors": True, "labels": {"release": "prometheus"}},
 }
 """Each value differs from its default."""
 
@@ -117,6 +118,11 @@ def test_extra_objects_are_part_of_the_release(render: Renderer) -> None:
     objects = render(extraObjects=[made, text]).objects
     names = [each["metadata"]["name"] for each in objects if each["kind"] == "ConfigMap"]
     assert names == ["one", "fulcrum-two"]
+
+
+def test_the_prometheus_rule_holds_the_rules_file(render: Renderer) -> None:
+    made = render(monitoring={"rules": True}).find("PrometheusRule", "fulcrum")
+    assert made["spec"] == yaml.safe_load((CHART / "rules" / "fulcrum.yaml").read_text(encoding="utf-8"))
 
 
 def test_default_images_and_the_hub_are_set_once_for_all_services(render: Renderer) -> None:

@@ -7,7 +7,10 @@ from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
 from fulcrum_autoscaler.metrics import AutoscalerMetrics
+from fulcrum_cluster.clock import SystemClock
+from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.metrics import Metrics
+from fulcrum_operator.controller.service_metrics import ServiceCollector
 from fulcrum_router.control.metrics import RouterCollector
 from fulcrum_router.router import Router
 from tools.reference.markdown import code, table
@@ -38,6 +41,8 @@ class Family:
     @property
     def series_bound(self) -> str:
         """Most series that one process has of this family, as a product."""
+        if "condition" in self.labels:
+            return "S · 9"  # each condition has one reason at a time
         labels = [label for label in self.labels if (label, "instance" in self.labels) != ("role", True)]
         bounds = [_BOUNDS[label] for label in labels]
         factors = [b for i, b in enumerate(bounds) if b.isdigit() or b not in bounds[:i]]
@@ -48,7 +53,7 @@ class Family:
 
 _BOUNDS = {
     **{"tier": "T", "instance": "I", "prefill": "P", "decode": "P", "namespace": "S", "service": "S"},
-    **{"outcome": "F", "reason": "F", "cause": "5", "phase": "2", "part": "8", "path": "F", "task": "F"},
+    **{"outcome": "F", "reason": "F", "cause": "5", "phase": "8", "part": "8", "path": "F", "task": "F"},
     **{"action": "3", "trigger": "2", "to": "2", "role": "2", "header": "2"},
 }
 """Most values of each label. Labels with the same letter name one thing; an instance has one role."""
@@ -56,12 +61,15 @@ _BOUNDS = {
 
 def list_families() -> dict[str, list[Family]]:
     """List the metric families of each program."""
-    router = Router()
+    router, services = Router(), ServiceCollector(ObjectCache(lambda _: None), SystemClock())
     router.counters.get_tier("default")  # a tier has histograms from its first request on
     return {
         "Router": [_make_family(f, _label_names(f)) for f in RouterCollector(router).collect()],
         "Autoscaler": list(_list_registered(vars(AutoscalerMetrics()).values())),
-        "Operator": list(_list_registered(vars(Metrics()).values())),
+        "Operator": [
+            *_list_registered(vars(Metrics()).values()),
+            *(_make_family(f, _label_names(f)) for f in services.collect()),
+        ],
     }
 
 

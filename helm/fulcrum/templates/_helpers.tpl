@@ -95,3 +95,12 @@ app.kubernetes.io/component: {{ .component }}
           expirationSeconds: 3600
           path: token
 {{- end -}}
+
+{{/* namespaceSelector of a PodMonitor: the namespaces whose services the operator watches. */}}
+{{- define "fulcrum.watchedNamespaces" -}}
+{{- if .Values.watchNamespace -}}
+matchNames: [{{ .Values.watchNamespace }}]
+{{- else -}}
+any: true
+{{- end -}}
+{{- end -}}

@@ -48,6 +48,7 @@ from fulcrum_operator.controller.pods.role_probe import RoleProbes, probe_roles
 from fulcrum_operator.controller.pods.router_pods import find_router_failures
 from fulcrum_operator.controller.reconcile import reconcile
 from fulcrum_operator.controller.router_view import STATE_URL_TEMPLATE, ClusterRouterView
+from fulcrum_operator.controller.service_metrics import ServiceCollector
 from fulcrum_operator.controller.unreadable_objects import UnreadableObjects
 from fulcrum_operator.controller.work_queue import WorkQueue
 from fulcrum_operator.engines import simulated, vllm
@@ -113,6 +114,7 @@ class Leader:
         self._feed = feed(self._cache)
         objects, settings, clock = connection.objects, options.settings, SystemClock()
         self._clock = clock
+        metrics.registry.register(ServiceCollector(self._cache, clock))
         self._children = Children(objects, self._cache, settings, clock, is_leader=is_leader)
         self._recorder = EventRecorder(objects, clock, is_leader=is_leader)
         self._unreadable = UnreadableObjects(

@@ -435,6 +435,16 @@ def _build_router_gauges(router: Router) -> Iterator[Metric]:
         "Generation of the PDAssignment that the router uses.",
         router.applied_assignment.generation,
     )
+    serving = GaugeMetricFamily(
+        "fulcrum_router_serving_instances",
+        "Instances that the router sends new work to, by role; an instance that plays both counts for both.",
+        labels=["role"],
+    )
+    for role in (Role.PREFILL, Role.DECODE):
+        serving.add_metric(
+            [role.lower()], sum(i.serving and i.role.serves(role) for i in router.fleet.instances)
+        )
+    yield serving
     room = router.journeys.waiting_room
     yield gauge("waiting_requests", "Requests that wait in the router for a prefill instance.", len(room))
     yield gauge(

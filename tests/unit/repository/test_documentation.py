@@ -4,10 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.documented_commands import EXECUTED_PAGES, list_command_blocks
 from tests.paths import ROOT
 from tools.reference.conditions import list_reasons
+from tools.reference.metrics import list_families
 
 DOCS = ROOT / "docs"
 REASONS = list_reasons()
@@ -26,6 +28,20 @@ def test_each_reason_of_a_condition_has_a_section_in_its_runbook(condition: str)
 @pytest.mark.parametrize("condition", REASONS)
 def test_each_reason_of_a_condition_says_what_it_means(condition: str) -> None:
     assert [reason.value for reason in REASONS[condition] if not reason.meaning] == []
+
+
+def test_each_alert_has_a_section_in_the_runbook_of_alerts() -> None:
+    rules = yaml.safe_load((ROOT / "helm/fulcrum/rules/fulcrum.yaml").read_text(encoding="utf-8"))
+    alerts = [rule for group in rules["groups"] for rule in group["rules"] if "alert" in rule]
+    assert [alert["annotations"]["runbook"] for alert in alerts] == [
+        f"docs/runbooks/Alerts.md#{section.lower()}" for section in list_sections(DOCS / "runbooks/Alerts.md")
+    ]
+
+
+def test_rules_name_families_that_exist() -> None:
+    rules = (ROOT / "helm/fulcrum/rules/fulcrum.yaml").read_text(encoding="utf-8")
+    named = set(re.findall(r"fulcrum_(?:router|operator|autoscaler)_\w+", rules))
+    assert sorted(named - {family.name for found in list_families().values() for family in found}) == []
 
 
 def test_operator_writes_no_event_with_a_reason_that_is_not_listed() -> None:

@@ -1,0 +1,183 @@
+"""promtool finds no fault in metrics and rules; each alert fires in one case and is silent in another."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry, generate_latest
+
+from fulcrum_autoscaler.metrics import AutoscalerMetrics, ServiceMetrics
+from fulcrum_operator.controller.metrics import Metrics
+from fulcrum_router.control.metrics import build_registry
+from fulcrum_router.counters import RequestOutcome
+from fulcrum_router.fleet.instances import Instance
+from fulcrum_router.policy import PairKey, TransferOutcome
+from fulcrum_router.router import Router
+from tests.kubernetes.monitoring.promtool import run_promtool
+from tests.paths import ROOT
+
+RULES = ROOT / "helm" / "fulcrum" / "rules" / "fulcrum.yaml"
+SERVICE = 'namespace="a",service="chat"'
+HOURS = 7
+"""Minutes of input are 60 times this, enough for the longest window."""
+
+
+def make_router_registry() -> CollectorRegistry:
+    """A router with a series of each family."""
+    router = Router()
+    router.counters.get_tier("gold").requests_by_outcome[RequestOutcome.OK] = 1
+    router.counters.legs["prefill", "ok"] += 1
+    router.fleet.add(Instance("p1"))
+    router.pairs[PairKey("p1", "d1")].record(TransferOutcome.VERIFIED, now_s=0.0)
+    return build_registry(router)
+
+
+def make_autoscaler_registry() -> CollectorRegistry:
+    metrics = AutoscalerMetrics()
+    ServiceMetrics(metrics, namespace="a", service="chat")
+    return metrics.registry
+
+
+@pytest.mark.parametrize(
+    "registry",
+    [
+        pytest.param(make_router_registry, id="router"),
+        pytest.param(make_autoscaler_registry, id="autoscaler"),
+        pytest.param(lambda: Metrics().registry, id="operator"),
+    ],
+)
+def test_promtool_finds_nothing_wrong_with_the_metrics(registry: Any) -> None:
+    assert run_promtool("check", "metrics", stdin=generate_latest(registry()).decode()) == (0, "")
+
+
+def test_promtool_finds_nothing_wrong_with_the_rules() -> None:
+    code, output = run_promtool("check", "rules", "--lint=all", "--lint-fatal", str(RULES))
+    assert (code, "SUCCESS" in output) == (0, True), output
+
+
+class Case(NamedTuple):
+    """Input series by which an alert fires at the end, and others by which it stays silent."""
+
+    fires: dict[str, str]
+    silent: dict[str, str]
+
+
+def count(per_minute: float) -> str:
+    return f"0+{per_minute}x{HOURS * 60}"
+
+
+def always(value: float) -> str:
+    return f"{value}x{HOURS * 60}"
+
+
+def late(before: float, after: float) -> str:
+    """`before`, and `after` in the last 20 seconds."""
+    return f"{before}x{HOURS * 60 - 1} {after}"
+
+
+def requests(*, missed_of_100: float, per_minute: float = 100) -> dict[str, str]:
+    return {
+        f'fulcrum_router_requests_offered_total{{{SERVICE},tier="t"}}': count(per_minute),
+        f'fulcrum_router_requests_total{{{SERVICE},tier="t",outcome="ok"}}': count(per_minute),
+        f'fulcrum_router_requests_slo_met_total{{{SERVICE},tier="t"}}': count(
+            per_minute * (1 - missed_of_100 / 100)
+        ),
+        f"fulcrum_router_active{{{SERVICE}}}": always(1),
+    }
+
+
+def condition(type_: str, reason: str, value: int) -> dict[str, str]:
+    series = f'fulcrum_operator_service_condition{{{SERVICE},condition="{type_}",reason="{reason}"}}'
+    return {series: always(value)}
+
+
+def gauge(name: str, fires: float, silent: float, labels: str = "") -> Case:
+    series = f"{name}{{{SERVICE}{labels}}}"
+    return Case({series: always(fires)}, {series: always(silent)})
+
+
+def counter(name: str, fires: float, silent: float, labels: str = "") -> Case:
+    series = f"{name}{{{SERVICE}{labels}}}"
+    return Case({series: count(fires)}, {series: count(silent)})
+
+
+def flips(to_prefill: float, to_decode: float) -> dict[str, str]:
+    return {
+        f'fulcrum_autoscaler_flips_total{{{SERVICE},to="prefill"}}': count(to_prefill / 30),
+        f'fulcrum_autoscaler_flips_total{{{SERVICE},to="decode"}}': count(to_decode / 30),
+    }
+
+
+def predictions(error: float, per_minute: float) -> dict[str, str]:
+    return {
+        f'fulcrum_router_ttft_prediction_error_ratio{{{SERVICE},part="ttft"}}': always(error),
+        f'fulcrum_router_requests_offered_total{{{SERVICE},tier="t"}}': count(per_minute),
+    }
+
+
+CASES = {
+    "FulcrumSLOBurnsFast": Case(requests(missed_of_100=20), requests(missed_of_100=10)),
+    "FulcrumSLOBurnsSlowly": Case(requests(missed_of_100=8), requests(missed_of_100=5)),
+    "FulcrumRoleNotServed": gauge("fulcrum_router_serving_instances", 0, 1, ',role="decode"'),
+    "FulcrumNoActiveRouter": gauge("fulcrum_router_active", 0, 1),
+    "FulcrumRouterFailover": Case(
+        {f"fulcrum_router_takeovers_total{{{SERVICE}}}": late(0, 1)},
+        {f"fulcrum_router_takeovers_total{{{SERVICE}}}": always(1)},
+    ),
+    "FulcrumKVTransferNotVerified": Case(
+        condition("KVTransferVerified", "Recomputed", 0), condition("KVTransferVerified", "NoTrafficYet", -1)
+    ),
+    "FulcrumServiceDegraded": Case(
+        condition("Degraded", "NodeLost", 1), condition("Degraded", "AsExpected", 0)
+    ),
+    "FulcrumRolloutStuck": Case(
+        condition("Progressing", "RolloutProgressing", 1), condition("Progressing", "InstancesChanging", 1)
+    ),
+    "FulcrumDrainStuck": gauge("fulcrum_operator_longest_phase_seconds", 1900, 1700, ',phase="Draining"'),
+    "FulcrumInstanceEjected": gauge("fulcrum_router_instance_ejected", 1, 0, ',instance="chat-0"'),
+    "FulcrumWaitingRoomFull": counter("fulcrum_router_stopped_requests_total", 6, 0, ',reason="full"'),
+    "FulcrumFlapping": Case(flips(6, 6), flips(12, 0)),
+    "FulcrumPredictionsOff": Case(predictions(-0.8, 60), predictions(0.8, 0)),
+    "FulcrumAutoscalerBlind": gauge("fulcrum_autoscaler_router_state_age_seconds", 90, 2),
+    "FulcrumOperatorWithoutLeader": Case(
+        {'fulcrum_operator_leader{namespace="f",pod="a"}': always(0)},
+        {
+            'fulcrum_operator_leader{namespace="f",pod="a"}': always(0),
+            'fulcrum_operator_leader{namespace="f",pod="b"}': always(1),
+        },
+    ),
+    "FulcrumReconcilesFail": Case(
+        {'fulcrum_operator_reconciles_total{namespace="f",outcome="error"}': count(6)},
+        {'fulcrum_operator_reconciles_total{namespace="f",outcome="ok"}': count(6)},
+    ),
+}
+
+
+def list_alerts() -> list[dict[str, Any]]:
+    groups = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    return [rule for group in groups for rule in group["rules"] if "alert" in rule]
+
+
+def test_each_alert_has_two_cases() -> None:
+    assert sorted(CASES) == sorted(alert["alert"] for alert in list_alerts())
+
+
+@pytest.mark.parametrize("alert", CASES)
+def test_an_alert_fires_in_its_first_case_and_is_silent_in_the_second(alert: str, tmp_path: Path) -> None:
+    query = f'count(ALERTS{{alertname="{alert}",alertstate="firing"}})'
+    tests = [
+        {
+            "interval": "1m",
+            "input_series": [{"series": name, "values": values} for name, values in series.items()],
+            "promql_expr_test": [{"expr": query, "eval_time": f"{HOURS}h", "exp_samples": expected}],
+        }
+        for series, expected in (
+            (CASES[alert].fires, [{"labels": "{}", "value": 1}]),
+            (CASES[alert].silent, []),
+        )
+    ]
+    file = tmp_path / "test.yaml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": tests}))
+    code, output = run_promtool("test", "rules", str(file))
+    assert code == 0, output
