@@ -296,6 +296,7 @@ class Journeys(RuleBasedStateMachine):
         action = client.journey.client_left(self.now_s)
         assert (action is Action.ABORT_LEGS) == bool(client.prefill_leg or client.decode_leg)
         client.prefill_leg = client.decode_leg = None
+        client.waits_for_flip = False
         assert client.journey.proceed(self.now_s) is Action.END
 
     @rule(data=st.data(), serving=st.booleans(), role=st.sampled_from(Role))
