@@ -115,7 +115,7 @@ class Router:
         late.
         """
         self.received_after_s, self._last_tick_s = self._last_tick_s, now_s
-        self.journeys.waiting_room.reconsider(now_s)
+        self.journeys.waiting_room.tick(now_s)
 
     def become_active(self) -> None:
         """Record that traffic is directed here from now on; requests of the previous router are unknown."""

@@ -55,7 +55,9 @@ class QoSTierSpec(ApiModel):
         default=0,
         ge=-1000,
         le=1000,
-        description="Higher is more important: engines serve waiting requests in this order (default 0).",
+        description="Higher is more important: requests that wait in engines leave in this order, and so do "
+        "those that wait in the router (router.dispatch.mode Queue), where lower ones still get a share "
+        "(default 0).",
     )
     slo: SloSpec | None = Field(default=None, description="Objectives of the tier (default: the service's).")
     match: TierMatchSpec = Field(

@@ -35,7 +35,8 @@ class DispatchSpec(ApiModel):
     mode: DispatchMode = Field(
         default=DispatchMode.DIRECT,
         description="Direct: a request goes to a prefill instance at once and waits in its engine. Queue: it "
-        "waits in the router until an instance is about to run out of work (default Direct).",
+        "waits in the router until an instance is about to run out of work, and leaves by the priority of "
+        "its tier, fair between tenants, and by deadline (default Direct).",
     )
     # 0.5 s covers what passes between the end of a prompt and the start of the next one that the router sends
     # only then: the network and the engine's tokeniser (some 10 ms), the waiting room's check every 0.1 s,

@@ -143,6 +143,7 @@ class ServedRequest:
             slo,
             deadline_s=self.arrival_s + slo.ttft_s,
             tier=self.tier.name,
+            priority=-self.tier.engine_priority,
             tenant=self.client.caller.tenant,
         )
         self.journey = journey = Journey(

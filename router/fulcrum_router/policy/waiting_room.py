@@ -5,57 +5,31 @@ instead can still go to any instance, in any order, after loads or instances hav
 gets no more prefill work than keeps it busy: `prefill_ahead_s` seconds. By default that is infinite (mode
 Direct): nothing waits.
 
-The request with the earliest deadline leaves first. One that no instance can serve in time any more is
-*late*: it lets the others pass, since its objective is lost whatever happens, and theirs would be lost as
-well. Late requests leave in the order of arrival, when nobody else waits and as every `LATE_EVERY`-th
-request, so that none of them waits for ever.
-
-The room keeps the order and the limit. Which requests join, and which may leave, is decided by their journeys
-(`Waiter.try_to_leave`).
+The room keeps the limit, and lets requests leave in the order of `waiting_lines`. Which requests join, and
+which may leave, is decided by their journeys (`Waiter.try_to_leave`).
 """
 
 import heapq
 import math
-from enum import Enum
-from typing import Protocol
+
+from fulcrum_router.policy.ledger import DecodeEntry
+from fulcrum_router.policy.token_counters import INPUT_WEIGHT, OUTPUT_WEIGHT, TokenCounters
+from fulcrum_router.policy.waiting_lines import (
+    LATE_EVERY,
+    Departure,
+    Level,
+    Line,
+    Place,
+    Waiter,
+    choose_level,
+)
+
+__all__ = ["LATE_EVERY", "MAX_REQUESTS", "Charge", "Departure", "Waiter", "WaitingRoom"]
 
 MAX_REQUESTS = 10_000
 """Requests that wait at most; the next one is refused. Their bodies count in `http1.limits`."""
-LATE_EVERY = 8
-"""While late requests wait, one of this many that leave is late."""
 
-
-class Departure(Enum):
-    """Whether a request could leave the room."""
-
-    LEFT = "left"
-    BLOCKED = "blocked"
-    """No instance can take it now."""
-    LATE = "late"
-    """Some instance could take it, and none could serve it in time."""
-
-
-class Waiter(Protocol):
-    """A request that can wait."""
-
-    @property
-    def arrival_s(self) -> float:
-        """When the request arrived at the router."""
-
-    @property
-    def deadline_s(self) -> float:
-        """When the first byte of its response is due."""
-
-    def try_to_leave(self, now_s: float, *, late: bool) -> Departure:
-        """Call `leave` if an instance can take the request now: in time, or `late` is set."""
-
-    @property
-    def excludes_instances(self) -> bool:
-        """Whether some instances are ruled out for this request: then others may pass it."""
-
-
-_Entry = tuple[float, int, Waiter]
-_LEFT, _BLOCKED, _LATE = Departure.LEFT, Departure.BLOCKED, Departure.LATE
+_LEFT, _LATE = Departure.LEFT, Departure.LATE
 
 
 class WaitingRoom:
@@ -63,14 +37,14 @@ class WaitingRoom:
 
     __slots__ = (
         "_again",
-        "_in_time",
+        "_departed_s",
         "_is_busy",
-        "_late",
-        "_late_turn",
+        "_levels",
+        "_levels_in_order",
         "_max_requests",
         "_next_number",
-        "in_time_prefill_s",
         "members",
+        "open_charges",
         "prefill_ahead_s",
         "prefill_s",
     )
@@ -79,44 +53,76 @@ class WaitingRoom:
         self.prefill_ahead_s = prefill_ahead_s
         """Prefill work in flight from which an instance gets no more; infinite in mode Direct."""
         self._max_requests = max_requests
-        self._in_time: list[_Entry] = []
-        """Heap by deadline. May hold requests that have left; they are dropped when they come to the top."""
-        self._late: list[_Entry] = []
-        """Heap by arrival, likewise."""
-        self._late_turn = 0
-        """Requests that have left since the last late one."""
-        self.members: dict[Waiter, tuple[int, float, bool]] = {}
-        """By request that waits: its number, its predicted prefill time, and whether it is in time."""
+        self._levels: dict[int, Level] = {}
+        self._levels_in_order: list[Level] = []
+        """By descending priority."""
+        self._departed_s = 0.0
+        """Prefill work of all requests that have left for an instance, in seconds."""
+        self.members: dict[Waiter, Place] = {}
+        self.open_charges: dict[Charge, None] = {}
+        """Of requests in flight."""
         self._next_number = 0
         self._is_busy = self._again = False
-        self.prefill_s = self.in_time_prefill_s = 0.0
-        """Predicted prefill time of the requests that wait in seconds, of all and of those in time."""
+        self.prefill_s = 0.0
+        """Predicted prefill time of the requests that wait in seconds."""
 
     def __len__(self) -> int:
         return len(self.members)
 
-    def join(self, waiter: Waiter, *, prefill_s: float) -> bool:
-        """Let a request wait; False: the room is full."""
+    @property
+    def in_time_prefill_s(self) -> float:
+        """Predicted prefill time of the requests that are not late, in seconds."""
+        return sum(level.in_time_prefill_s for level in self._levels_in_order)
+
+    def find_backlog_s(self, priority: int) -> float:
+        """Prefill time of the requests in time that go before one of this priority that joins, in seconds."""
+        return sum(level.in_time_prefill_s for level in self._levels_in_order if level.priority >= priority)
+
+    def find_counters(self, priority: int) -> TokenCounters:
+        """The virtual token counters of the tenants in tiers of this priority."""
+        return self._find_level(priority).counters
+
+    def join(self, waiter: Waiter, *, prefill_s: float, work_s: float | None = None) -> bool:
+        """Let a request wait; False: the room is full.
+
+        Args:
+            waiter: The request.
+            prefill_s: Work of prefill instances that it brings, in seconds.
+            work_s: Time to compute its prompt wherever that is, in seconds (default: `prefill_s`).
+        """
+        work_s = prefill_s if work_s is None else work_s
         if len(self.members) >= self._max_requests:
             return False
         number, self._next_number = self._next_number, self._next_number + 1
-        self.members[waiter] = (number, prefill_s, True)
-        heapq.heappush(self._in_time, (waiter.deadline_s, number, waiter))
+        level = self._find_level(waiter.priority)
+        line = level.open_line(waiter.tenant, departed_s=self._departed_s, work_s=work_s)
+        place = self.members[waiter] = Place(waiter, level, line, number, prefill_s, work_s)
+        line.count += 1
+        line.push(place)
         self.prefill_s += prefill_s
-        self.in_time_prefill_s += prefill_s
+        level.in_time_prefill_s += prefill_s
         return True
 
     def leave(self, waiter: Waiter) -> None:
         """Take a request out: it was dispatched, or its client disconnected."""
-        member = self.members.pop(waiter, None)
-        if member is None:
+        place = self.members.pop(waiter, None)
+        if place is None:
             return
-        _, prefill_s, in_time = member
+        place.gone = True
+        level, line = place.level, place.line
         # Adding and subtracting floats leaves a rounding error: reset the sums when nobody waits.
-        self.prefill_s = self.prefill_s - prefill_s if self.members else 0.0
-        self.in_time_prefill_s = max(0.0, self.in_time_prefill_s - prefill_s * in_time)
-        if not self.members:
-            self.in_time_prefill_s = 0.0
+        self.prefill_s = self.prefill_s - place.prefill_s if self.members else 0.0
+        level.in_time_prefill_s = max(0.0, level.in_time_prefill_s - place.prefill_s * place.in_time)
+        line.count -= 1
+        if not line.count:
+            level.close_line(line)
+
+    def tick(self, now_s: float) -> None:
+        """Charge the output that has appeared, and let requests leave. Called about ten times a second."""
+        if self.members:
+            for charge in self.open_charges:
+                charge.update()
+            self.reconsider(now_s)
 
     def reconsider(self, now_s: float) -> None:
         """Let requests leave, in order, as long as instances can take them.
@@ -137,45 +143,103 @@ class WaitingRoom:
         finally:
             self._is_busy = False
 
+    def charge(self, *, priority: int, tenant: str, prompt_tokens: int, output_tokens: float) -> "Charge":
+        """Charge a tenant for a request that goes to an instance, with the output that is predicted."""
+        level = self._find_level(priority)
+        level.serve(tenant, INPUT_WEIGHT * prompt_tokens + OUTPUT_WEIGHT * output_tokens)
+        charge = Charge(level, tenant, output_tokens)
+        self.open_charges[charge] = None
+        return charge
+
+    def close_charge(self, charge: "Charge") -> None:
+        """The request of a charge has ended."""
+        self.open_charges.pop(charge, None)
+        charge.settle()
+
     def _let_leave(self, now_s: float) -> None:
-        passed: list[tuple[list[_Entry], _Entry]] = []
+        passed: list[Place] = []
+        set_aside: list[tuple[Level, Line]] = []
         while True:
-            heap = self._choose_heap()
-            if not heap:
+            level = choose_level(self._levels_in_order, self._departed_s)
+            line = None if level is None else level.find_first()
+            if level is None or line is None:
                 break
-            entry = heap[0]
-            waiter, is_late = entry[2], heap is self._late
-            departure = waiter.try_to_leave(now_s, late=is_late)
+            heap = line.choose_heap()
+            if not heap:
+                level.set_aside(line)
+                set_aside.append((level, line))
+                continue
+            place = heap[0][2]
+            departure = place.waiter.try_to_leave(now_s, late=not place.in_time)
             if departure is _LEFT:
-                self._late_turn = 0 if is_late else self._late_turn + 1
+                self._record_departure(place)
             elif departure is _LATE:
-                self._move_to_late(heapq.heappop(heap))
-            elif waiter.excludes_instances:
-                passed.append((heap, heapq.heappop(heap)))
+                self._move_to_late(place)
+            elif place.waiter.excludes_instances:
+                heapq.heappop(heap)
+                passed.append(place)
             else:
                 break
-        for heap, entry in passed:
-            heapq.heappush(heap, entry)
+        for place in passed:
+            if not place.gone:
+                place.line.push(place)
+        for level, line in set_aside:
+            if level.lines.get(line.tenant) is line:
+                level.enqueue(line.tenant)
 
-    def _choose_heap(self) -> list[_Entry]:
-        """The heap whose first request is the next to leave; an empty one if nobody waits."""
-        in_time, late = self._drop_departed(self._in_time, in_time=True), self._drop_departed(self._late)
-        if late and (not in_time or self._late_turn + 1 >= LATE_EVERY):
-            return late
-        return in_time
+    def _record_departure(self, place: Place) -> None:
+        if place.work_s < math.inf:
+            self._departed_s += place.work_s
+        place.line.record_departure(place)
+        place.level.record_departure(self._departed_s, place.work_s)
 
-    def _drop_departed(self, heap: list[_Entry], *, in_time: bool = False) -> list[_Entry]:
-        members = self.members
-        while heap:
-            member = members.get(heap[0][2])
-            if member is not None and member[0] == heap[0][1] and member[2] is in_time:
-                break
-            heapq.heappop(heap)
-        return heap
+    def _move_to_late(self, place: Place) -> None:
+        place.in_time = False  # its entry among those in time is dropped by that
+        place.level.in_time_prefill_s = max(0.0, place.level.in_time_prefill_s - place.prefill_s)
+        place.line.push(place)
 
-    def _move_to_late(self, entry: _Entry) -> None:
-        _, number, waiter = entry
-        prefill_s = self.members[waiter][1]
-        self.members[waiter] = (number, prefill_s, False)
-        self.in_time_prefill_s = max(0.0, self.in_time_prefill_s - prefill_s)
-        heapq.heappush(self._late, (waiter.arrival_s, number, waiter))
+    def _find_level(self, priority: int) -> Level:
+        level = self._levels.get(priority)
+        if level is None:
+            level = self._levels[priority] = Level(priority)
+            self._levels_in_order = sorted(self._levels.values(), key=lambda one: -one.priority)
+        return level
+
+
+class Charge:
+    """The output tokens that a tenant was charged for one request, corrected as they appear."""
+
+    __slots__ = ("_charged", "_entry", "_level", "_output", "_tenant")
+
+    def __init__(self, level: Level, tenant: str, output_tokens: float) -> None:
+        self._level, self._tenant = level, tenant
+        self._charged = output_tokens
+        self._output = 0
+        """Of decode legs that have ended."""
+        self._entry: DecodeEntry | None = None
+
+    def follow(self, entry: DecodeEntry) -> None:
+        """Count the output of a decode leg from now on."""
+        self._entry = entry
+
+    def stop(self) -> None:
+        """The decode leg has ended; another one may continue the response."""
+        if self._entry is not None:
+            self._output += self._entry.output_tokens
+            self._entry = None
+
+    def update(self) -> None:
+        """Charge output beyond the prediction."""
+        output = self._output + (0 if self._entry is None else self._entry.output_tokens)
+        if output > self._charged:
+            self._correct(output)
+
+    def settle(self) -> None:
+        """Charge all output, and give back what was predicted and did not appear."""
+        self.stop()
+        if self._output != self._charged:
+            self._correct(self._output)
+
+    def _correct(self, output: int) -> None:
+        change, self._charged = output - self._charged, float(output)
+        self._level.correct(self._tenant, OUTPUT_WEIGHT * change)

@@ -28,6 +28,8 @@ class Work(NamedTuple):
     """Prompt tokens in the prefix cache of an instance, by its name; instances without any are left out."""
     tier: str = ""
     """Name of the QoS tier."""
+    priority: int = 0
+    """Of the tier; higher is more important."""
     tenant: str = ""
     """Tenant that sent the request; empty: unknown."""
 

@@ -150,7 +150,7 @@ class SimulatedJourneys(Generic[V]):
 
     def fleet_changed(self) -> None:
         """Let requests leave the waiting room: an instance came or went, or time has passed."""
-        self.context.waiting_room.reconsider(self.port.now_s())
+        self.context.waiting_room.tick(self.port.now_s())
 
     def check_waiting_room(self) -> None:
         """Check again after `SWEEP_INTERVAL_S`, as long as requests wait."""

@@ -108,3 +108,28 @@ async def test_requests_that_wait_leave_when_no_prefill_instance_is_left(
         world.router.fleet.keep_only(["d1"])
         assert [status for status, _ in await asyncio.gather(*tasks)] == [200, 200]
         assert world.ledgers_are_empty()
+
+
+async def test_a_premium_request_passes_those_that_wait_without_a_tier(client: aiohttp.ClientSession) -> None:
+    free = asyncio.Event()
+    async with run_router(
+        FakeEngine("p1", prefill=prefill_when(free)), FakeEngine("d1"), settings=SETTINGS
+    ) as world:
+        predict_long_prefills(world)
+        room = world.router.journeys.waiting_room
+
+        async def send(name: str, tier: str) -> None:
+            headers = {"x-customer-tier": tier}
+            async with client.post(world.url(), json={**PROMPT, "prompt": name}, headers=headers) as response:
+                await response.read()
+
+        first = asyncio.ensure_future(send("first", "default"))
+        await wait_until(lambda: bool(world["p1"].prefills), "the first one is sent")
+        later = asyncio.ensure_future(send("free", "default"))
+        await wait_until(lambda: len(room) == 1, "one waits")
+        last = asyncio.ensure_future(send("gold", "premium"))
+        await wait_until(lambda: len(room) == 2, "two wait")
+        free.set()
+        await asyncio.gather(first, later, last)
+        served = [body["prompt"] for body in world["p1"].prefills]
+    assert served == ["first", "gold", "free"]

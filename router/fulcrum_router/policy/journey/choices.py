@@ -104,6 +104,7 @@ class JourneyChoices(RequestRecord[V]):
         if protocol.fetches_cached:
             self.cached_on = self._find_cached(instance)
         self.dispatch_reason = decision.reason
+        self._charge_tenant()
         ledger, tokens = instance.ledger, self.work.prompt_tokens
         compute_s = instance.prefill_model.ttft_s(tokens)
         self._prefill_entry = ledger.add_prefill(tokens=tokens, predicted_s=compute_s, now_s=now_s)
@@ -196,6 +197,9 @@ class JourneyChoices(RequestRecord[V]):
         ledger, tokens = instance.ledger, self.work.prompt_tokens
         self.decode_was_idle = not ledger.prefill_legs and not ledger.decode_legs
         self.decode_entry = ledger.add_decode(tokens=tokens)
+        self._charge_tenant()
+        if self._charge is not None:
+            self._charge.follow(self.decode_entry)
         if not self.prefill_open and (self.source is None or self.local_prefill_reason is not None):
             compute_s = instance.prefill_model.ttft_s(tokens)
             self._local_entry = ledger.add_local_prefill(tokens=tokens, predicted_s=compute_s, now_s=now_s)
@@ -232,7 +236,7 @@ class JourneyChoices(RequestRecord[V]):
         """Join the waiting room; first ask for a flip if the objective is missed behind those who wait."""
         context, room, work = self._context, self._context.waiting_room, self.work
         if rules.enabled:
-            backlog_s = room.in_time_prefill_s / len(able)
+            backlog_s = room.find_backlog_s(work.priority) / len(able)
             decision = choose_prefill(
                 context.fleet.candidates,
                 work._replace(deadline_s=work.deadline_s - backlog_s),
@@ -256,7 +260,10 @@ class JourneyChoices(RequestRecord[V]):
 
     def _join_room(self, now_s: float, prefill_s: float) -> Action:
         """Wait; `prefill_s` is the work of prefill instances that the request brings."""
-        if not self._context.waiting_room.join(self, prefill_s=prefill_s):
+        context, tokens = self._context, self.work.prompt_tokens
+        candidates = context.fleet.candidates
+        work_s = (candidates.prefill or candidates.decode)[0].prefill_model.ttft_s(tokens)
+        if not context.waiting_room.join(self, prefill_s=prefill_s, work_s=work_s):
             self.stop_reason = StopReason.FULL
             return self._end(now_s, Action.FAIL)
         self.state = _WAITING
@@ -271,6 +278,27 @@ class JourneyChoices(RequestRecord[V]):
     def deadline_s(self) -> float:
         """See `waiting_room.Waiter`."""
         return self.work.deadline_s
+
+    @property
+    def priority(self) -> int:
+        """See `waiting_room.Waiter`."""
+        return self.work.priority
+
+    @property
+    def tenant(self) -> str:
+        """See `waiting_room.Waiter`."""
+        return self.work.tenant
+
+    def _charge_tenant(self) -> None:
+        """Charge the tenant when its request first goes to an instance, if requests wait in the router."""
+        context, work = self._context, self.work
+        if self._charge is None and context.waiting_room.prefill_ahead_s < math.inf:
+            self._charge = context.waiting_room.charge(
+                priority=work.priority,
+                tenant=work.tenant,
+                prompt_tokens=work.prompt_tokens,
+                output_tokens=context.demand.lengths.predict(work.tenant, work.prompt_tokens),
+            )
 
     @property
     def excludes_instances(self) -> bool:
@@ -338,6 +366,8 @@ class JourneyChoices(RequestRecord[V]):
         if self._transfer_entry is not None:
             self._drop_kv()
         self._release_decode(now_s)
+        if self._charge is not None:
+            self._context.waiting_room.close_charge(self._charge)
         self.decode_open = False
         if not aborts:
             self.state = _DONE

@@ -16,6 +16,7 @@ from fulcrum_router.policy.kv_lease import max_usable_age_s
 from fulcrum_router.policy.ledger import DecodeEntry, PendingTransferEntry, PrefillEntry, Reservation
 from fulcrum_router.policy.pair_record import PairKey, TransferOutcome
 from fulcrum_router.policy.prediction import PredictedTtft
+from fulcrum_router.policy.waiting_room import Charge
 from fulcrum_router.policy.work import Work
 
 _ARRIVED, _LEAST_COST = State.ARRIVED, DispatchReason.LEAST_COST  # an attribute of an enum is slow to read
@@ -26,6 +27,7 @@ class RequestRecord(Generic[V]):
 
     __slots__ = (
         "_asked_at_s",
+        "_charge",
         "_context",
         "_decode_attempts",
         "_failed_decode",
@@ -74,11 +76,13 @@ class RequestRecord(Generic[V]):
         self._context = context
         self.work = work
         """The request; its prompt is an estimate until an engine has counted it."""
+        self._charge: Charge | None = None
+        """What its tenant was charged; None in mode Direct, and until it is sent."""
         self._no_prefill_leg = local_prefill_reason
         """Why the request gets no prefill leg; None: it gets one."""
         self.on_moved: Callable[[Action], None] | None = None
         """Called with the next action when the request leaves the waiting room."""
-        self.state = _ARRIVED
+        self.state, self.wait_until_s = _ARRIVED, 0.0
         self.protocol: TransferProtocol = NIXL_PULL
         self.prefill_instance: V | None = None
         """Target of the prefill leg that was sent last."""
@@ -106,7 +110,6 @@ class RequestRecord(Generic[V]):
         """After a prefill leg: for how long its prompt was the oldest one; see `PrefillSampler.add`."""
         self.proposal: FlipProposal | None = None
         """The flip that the request asked for last."""
-        self.wait_until_s = 0.0
         self.failure: Failure | None = None
         """Failure of the last leg that failed."""
         self.failed_status = 0
@@ -117,8 +120,7 @@ class RequestRecord(Generic[V]):
         self._reservation: Reservation | None = None
         self._local_entry: PrefillEntry | None = None
         self._transfer_entry: PendingTransferEntry | None = None
-        self._failed_prefill: tuple[str, ...] = ()
-        self._failed_decode: tuple[str, ...] = ()
+        self._failed_prefill = self._failed_decode = tuple[str, ...]()
         self._decode_attempts = self._suspicions = 0
         self._lease_from_s = self._asked_at_s = 0.0
         self._last_action: Action | None = None
@@ -153,6 +155,8 @@ class RequestRecord(Generic[V]):
 
     def _release_decode(self, now_s: float) -> None:
         if self.decode_entry is not None:
+            if self._charge is not None:
+                self._charge.stop()
             self.decode_entry.release()
             self.decode_entry = None
         if self._local_entry is not None:

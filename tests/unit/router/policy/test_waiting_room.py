@@ -17,6 +17,9 @@ from fulcrum_router.policy.journey import (
     StopReason,
 )
 from fulcrum_router.policy.journey.context import SHED_BACKOFF_S
+from fulcrum_router.policy.ledger import Ledger
+from fulcrum_router.policy.token_counters import MAX_IDLE_TENANTS
+from fulcrum_router.policy.waiting_lines import AGEING_FACTOR
 from fulcrum_router.policy.waiting_room import LATE_EVERY, Departure, WaitingRoom
 from tests.unit.router.builders import SLO, FakeFleet, FakeInstance, instance, work
 
@@ -32,6 +35,8 @@ class FakeWaiter:
     excludes_instances: bool = False
     fits: bool = True
     deadline_s: float = 0.0
+    priority: int = 0
+    tenant: str = ""
 
     def try_to_leave(self, now_s: float, *, late: bool) -> Departure:
         if not self.fits or not self.places[0]:
@@ -41,6 +46,7 @@ class FakeWaiter:
         self.places[0] -= 1
         self.left.append(self.arrival_s)
         self.room.leave(self)
+        self.room.charge(priority=self.priority, tenant=self.tenant, prompt_tokens=10, output_tokens=0)
         return Departure.LEFT
 
 
@@ -53,10 +59,25 @@ class Crowd:
     left: list[float] = field(default_factory=list)
 
     def join(
-        self, arrival_s: float, *, excludes: bool = False, fits: bool = True, slo_s: float = 10.0
+        self,
+        arrival_s: float,
+        *,
+        excludes: bool = False,
+        fits: bool = True,
+        slo_s: float = 10.0,
+        priority: int = 0,
+        tenant: str = "",
     ) -> FakeWaiter:
         waiter = FakeWaiter(
-            self.room, arrival_s, self.places, self.left, excludes, fits, deadline_s=arrival_s + slo_s
+            self.room,
+            arrival_s,
+            self.places,
+            self.left,
+            excludes,
+            fits,
+            deadline_s=arrival_s + slo_s,
+            priority=priority,
+            tenant=tenant,
         )
         assert self.room.join(waiter, prefill_s=0.5)
         return waiter
@@ -123,6 +144,89 @@ def test_others_pass_a_request_that_has_failed_on_the_free_instance() -> None:
     assert crowd.open(1) == [2.0]
     first.fits = True
     assert crowd.open(1) == [1.0], "it keeps its place"
+
+
+def test_a_tier_of_higher_priority_goes_first_whatever_the_deadlines() -> None:
+    crowd = Crowd()
+    for arrival_s, priority in ((1.0, -5), (2.0, 0), (3.0, 5), (4.0, 5)):
+        crowd.join(arrival_s, priority=priority)
+    assert crowd.open(4) == [3.0, 4.0, 2.0, 1.0]
+
+
+def test_tenants_of_one_priority_take_turns_and_each_has_its_own_deadlines() -> None:
+    crowd = Crowd()
+    for arrival_s, tenant, slo_s in ((1.0, "a", 9.0), (2.0, "a", 1.0), (3.0, "a", 9.0), (4.0, "b", 20.0)):
+        crowd.join(arrival_s, tenant=tenant, slo_s=slo_s)
+    assert crowd.open(4) == [2.0, 4.0, 1.0, 3.0]
+
+
+def test_a_tenant_that_comes_back_has_saved_up_nothing() -> None:
+    crowd = Crowd()
+    for n in range(6):
+        crowd.join(float(n), tenant="busy")
+    crowd.open(4)
+    crowd.join(6.0, tenant="back"), crowd.join(7.0, tenant="back")
+    assert crowd.open(4) == [4.0, 6.0, 5.0, 7.0]
+
+
+def test_a_lower_tier_leaves_after_a_bounded_amount_of_work_of_others() -> None:
+    crowd = Crowd()
+    crowd.join(0.0, priority=-1)
+    for n in range(1, 40):
+        crowd.join(float(n), priority=1)
+    assert crowd.open(40).index(0.0) == AGEING_FACTOR
+
+
+def test_a_lower_tier_that_brings_no_work_for_prefill_instances_has_no_larger_share() -> None:
+    crowd = Crowd()
+    for n in range(3):
+        waiter = FakeWaiter(crowd.room, -1.0 - n, crowd.places, crowd.left, priority=-1)
+        crowd.room.join(waiter, prefill_s=0.0, work_s=0.5)
+    for n in range(20):
+        crowd.join(float(n), priority=1)
+    assert [n for n, arrival_s in enumerate(crowd.open(20)) if arrival_s < 0] == [15]
+
+
+def test_others_pass_the_only_request_of_a_tenant_that_no_free_instance_can_take() -> None:
+    crowd = Crowd()
+    stuck = crowd.join(1.0, priority=9, tenant="a", excludes=True, fits=False)
+    crowd.join(2.0, priority=9, tenant="b")
+    crowd.join(3.0)
+    assert crowd.open(3) == [2.0, 3.0]
+    stuck.fits = True
+    assert crowd.open(1) == [1.0]
+
+
+def test_work_of_lower_tiers_is_not_in_front_of_a_newcomer() -> None:
+    crowd = Crowd()
+    for priority in (-1, 0, 0, 7):
+        crowd.join(1.0, priority=priority)
+    assert [crowd.room.find_backlog_s(priority) for priority in (7, 0, -1)] == [0.5, 1.5, 2.0]
+
+
+def test_output_beyond_the_prediction_is_charged_as_it_appears_and_the_rest_given_back() -> None:
+    room, ledger = WaitingRoom(), Ledger()
+    room.join(FakeWaiter(room, 0.0, [0], [], tenant="other", fits=False), prefill_s=1.0)
+    charge = room.charge(priority=0, tenant="a", prompt_tokens=5, output_tokens=10)
+    counters = room.find_counters(0)
+    seen = [counters["a"]]
+    entry = ledger.add_decode(tokens=5)
+    charge.follow(entry)
+    for tokens in (4, 10):
+        entry.add_tokens(tokens)
+        room.tick(0.0)
+        seen.append(counters["a"])
+    room.close_charge(charge)
+    short = room.charge(priority=0, tenant="b", prompt_tokens=5, output_tokens=10)
+    room.close_charge(short)
+    assert (seen, counters["a"], counters["b"], room.open_charges) == ([25.0, 25.0, 33.0], 33.0, 5.0, {})
+
+
+def test_tenants_that_rotate_names_take_a_bounded_memory() -> None:
+    room = WaitingRoom()
+    for n in range(MAX_IDLE_TENANTS + 50):
+        room.charge(priority=0, tenant=f"t{n}", prompt_tokens=1, output_tokens=0)
+    assert len(room.find_counters(0)) == MAX_IDLE_TENANTS
 
 
 def test_the_room_counts_requests_and_seconds() -> None:

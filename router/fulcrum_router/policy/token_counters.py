@@ -1,0 +1,64 @@
+"""Fairness between tenants: a virtual token counter for each (VTC).
+
+After Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): the tenant with the least counter
+is served next, and its counter grows by the weighted tokens of its request. A tenant that begins to wait is
+lifted to the least counter of those who wait: nobody saves up service by sending nothing. Of an empty queue
+it is lifted to the counter of the tenant that left last.
+
+Output tokens are charged as predicted when a request leaves, and corrected as they appear. While two tenants
+wait all the time, their counters differ by the largest charge at most, and by the corrections of requests in
+flight.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection
+
+INPUT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
+"""Of a token; the paper's."""
+MAX_IDLE_TENANTS = 4_096
+"""Tenants that do not wait and are remembered; of more, those not served for longest are forgotten."""
+
+
+class TokenCounters:
+    """The counters of all tenants of one queue. Who waits is the caller's knowledge."""
+
+    __slots__ = ("_counters", "_last")
+
+    def __init__(self) -> None:
+        self._counters: OrderedDict[str, float] = OrderedDict()
+        """In the order of their last service."""
+        self._last = 0.0
+        """Counter of the tenant that was served last."""
+
+    def __len__(self) -> int:
+        return len(self._counters)
+
+    def __getitem__(self, tenant: str) -> float:
+        return self._counters.get(tenant, 0.0)
+
+    def lift(self, tenant: str, least_waiting: float | None) -> None:
+        """A tenant begins to wait; `least_waiting`: least counter of those who wait, None: nobody does."""
+        floor = self._last if least_waiting is None else least_waiting
+        self._counters[tenant] = max(self[tenant], floor)
+
+    def charge(self, tenant: str, tokens: float) -> None:
+        """Add weighted tokens, less than 0 to give back."""
+        counters = self._counters
+        if tenant in counters or tokens > 0:
+            counters[tenant] = self[tenant] + tokens
+            counters.move_to_end(tenant)
+
+    def serve(self, tenant: str, tokens: float) -> None:
+        """Charge a request that leaves."""
+        self.charge(tenant, tokens)
+        self._last = self[tenant]
+
+    def forget_idle(self, waiting: Collection[str]) -> None:
+        """Forget tenants beyond `MAX_IDLE_TENANTS` that do not wait."""
+        counters = self._counters
+        while len(counters) > MAX_IDLE_TENANTS + len(waiting):
+            tenant = next(iter(counters))
+            if tenant in waiting:
+                counters.move_to_end(tenant)
+            else:
+                del counters[tenant]

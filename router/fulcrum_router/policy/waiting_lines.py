@@ -1,0 +1,231 @@
+"""The order of those who wait: by the priority of their tiers, then fair between tenants, then by deadline.
+
+A *level* holds the tiers of one priority. The highest level goes first, but not for ever: a lower level that
+waits may send a request after the others have sent `AGEING_FACTOR` times the prefill work of its own last
+request (of its first, if it did not wait before). So its next request waits for at most that much work of
+other levels, and one request of each. That is its guaranteed share, 1 in `AGEING_FACTOR` + 1 of the work,
+whatever the higher levels send; long prompts do not make it larger.
+
+In a level, the tenant with the least virtual token counter goes first (`token_counters`). Of one tenant, the
+request with the earliest deadline leaves first. One that no instance can serve in time any more is *late*: it
+lets the tenant's others pass, since its objective is lost whatever happens, and theirs would be lost as well.
+Late requests leave in the order of arrival, when none of the tenant's others waits and as every
+`LATE_EVERY`-th request of the tenant, so that none of them waits for ever.
+"""
+
+import heapq
+import math
+from enum import Enum
+from typing import Protocol
+
+from fulcrum_router.policy.token_counters import TokenCounters
+
+LATE_EVERY = 8
+"""While late requests of a tenant wait, one of this many of its requests that leave is late."""
+AGEING_FACTOR = 15.0
+"""Prefill work of other levels, in units of a level's own, after which the level may send a request."""
+
+
+class Departure(Enum):
+    """Whether a request could leave the room."""
+
+    LEFT = "left"
+    BLOCKED = "blocked"
+    """No instance can take it now."""
+    LATE = "late"
+    """Some instance could take it, and none could serve it in time."""
+
+
+class Waiter(Protocol):
+    """A request that can wait."""
+
+    @property
+    def arrival_s(self) -> float:
+        """When the request arrived at the router."""
+
+    @property
+    def deadline_s(self) -> float:
+        """When the first byte of its response is due."""
+
+    @property
+    def priority(self) -> int:
+        """Of its tier; higher is more important."""
+
+    @property
+    def tenant(self) -> str:
+        """Who sent it; empty: not known."""
+
+    def try_to_leave(self, now_s: float, *, late: bool) -> Departure:
+        """Call `leave` if an instance can take the request now: in time, or `late` is set."""
+
+    @property
+    def excludes_instances(self) -> bool:
+        """Whether some instances are ruled out for this request: then others may pass it."""
+
+
+class Place:
+    """The place of one request that waits."""
+
+    __slots__ = ("gone", "in_time", "level", "line", "number", "prefill_s", "waiter", "work_s")
+
+    def __init__(
+        self,
+        waiter: Waiter,
+        level: "Level",
+        line: "Line",
+        number: int,
+        prefill_s: float,
+        work_s: float,
+    ) -> None:
+        self.waiter, self.level, self.line, self.number = waiter, level, line, number
+        self.prefill_s, self.work_s = prefill_s, work_s
+        """Work of prefill instances, and time to compute the prompt wherever that is, in seconds."""
+        self.in_time, self.gone = True, False
+
+
+_Heap = list[tuple[float, int, Place]]
+
+
+class Line:
+    """The requests of one tenant in one level."""
+
+    __slots__ = ("_in_time", "_late", "_late_turn", "count", "tenant")
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant
+        self.count = 0
+        self._in_time: _Heap = []
+        """By deadline. May hold requests that have left; they are dropped when they come to the top."""
+        self._late: _Heap = []
+        """By arrival, likewise."""
+        self._late_turn = 0
+        """Requests that have left since the last late one."""
+
+    def push(self, place: Place) -> None:
+        """Add a place, or add it again."""
+        waiter = place.waiter
+        heap, key = (self._in_time, waiter.deadline_s) if place.in_time else (self._late, waiter.arrival_s)
+        heapq.heappush(heap, (key, place.number, place))
+
+    def choose_heap(self) -> _Heap:
+        """The heap whose first request is the next to leave; an empty one if there is none."""
+        in_time, late = _drop_gone(self._in_time, in_time=True), _drop_gone(self._late, in_time=False)
+        if late and (not in_time or self._late_turn + 1 >= LATE_EVERY):
+            return late
+        return in_time
+
+    def record_departure(self, place: Place) -> None:
+        """Count a request that has left for an instance."""
+        self._late_turn = self._late_turn + 1 if place.in_time else 0
+
+
+def _drop_gone(heap: _Heap, *, in_time: bool) -> _Heap:
+    while heap and (heap[0][2].gone or heap[0][2].in_time is not in_time):
+        heapq.heappop(heap)
+    return heap
+
+
+class Level:
+    """The lines of all tiers with one priority."""
+
+    __slots__ = ("_heap", "_next_number", "counters", "due_at_s", "in_time_prefill_s", "lines", "priority")
+
+    def __init__(self, priority: int) -> None:
+        self.priority = priority
+        self.counters = TokenCounters()
+        self.lines: dict[str, Line] = {}
+        """Of the tenants that wait."""
+        self.due_at_s = 0.0
+        """Prefill work that has left the room, at which this level may go before higher ones."""
+        self.in_time_prefill_s = 0.0
+        self._heap: list[tuple[float, int, str]] = []
+        """Tenants by counter. May hold outdated counters; they are dropped when they come to the top."""
+        self._next_number = 0
+
+    def open_line(self, tenant: str, *, departed_s: float, work_s: float) -> Line:
+        """The line of a tenant, which is lifted if it did not wait before."""
+        line = self.lines.get(tenant)
+        if line is None:
+            if not self.lines:
+                self.due_at_s = max(self.due_at_s, departed_s + AGEING_FACTOR * work_s)
+            self._lift(tenant)
+            line = self.lines[tenant] = Line(tenant)
+            self.enqueue(tenant)
+            self.counters.forget_idle(self.lines)
+        return line
+
+    def _lift(self, tenant: str) -> None:
+        first = self.find_first()
+        self.counters.lift(tenant, None if first is None else self.counters[first.tenant])
+
+    def close_line(self, line: Line) -> None:
+        """Drop the line of a tenant none of whose requests waits."""
+        del self.lines[line.tenant]
+        if not self.lines:
+            self.in_time_prefill_s = 0.0
+
+    def find_first(self) -> Line | None:
+        """The line of the tenant with the least counter."""
+        heap, lines, counters = self._heap, self.lines, self.counters
+        while heap:
+            counter, _, tenant = heap[0]
+            line = lines.get(tenant)
+            if line is not None and counters[tenant] == counter:
+                return line
+            heapq.heappop(heap)
+        return None
+
+    def set_aside(self, line: Line) -> None:
+        """Leave out a line until it is enqueued again."""
+        while self.find_first() is line:
+            heapq.heappop(self._heap)
+
+    def enqueue(self, tenant: str) -> None:
+        """Order a tenant that waits by its present counter."""
+        number, self._next_number = self._next_number, self._next_number + 1
+        if len(self._heap) > 4 * len(self.lines) + 64:
+            self._heap = [
+                entry
+                for entry in self._heap
+                if entry[2] in self.lines and self.counters[entry[2]] == entry[0]
+            ]
+            heapq.heapify(self._heap)
+        heapq.heappush(self._heap, (self.counters[tenant], number, tenant))
+
+    def serve(self, tenant: str, tokens: float) -> None:
+        """Charge a request that leaves, or goes to an instance without waiting."""
+        if tenant not in self.lines:
+            self._lift(tenant)
+        self.counters.serve(tenant, tokens)
+        self._reorder(tenant)
+
+    def correct(self, tenant: str, tokens: float) -> None:
+        """Charge tokens that were not predicted; less than 0: give back."""
+        self.counters.charge(tenant, tokens)
+        self._reorder(tenant)
+
+    def _reorder(self, tenant: str) -> None:
+        if tenant in self.lines:
+            self.enqueue(tenant)
+        else:
+            self.counters.forget_idle(self.lines)
+
+    def record_departure(self, departed_s: float, work_s: float) -> None:
+        """A request of this level left, and `departed_s` of work with it."""
+        self.due_at_s = departed_s + AGEING_FACTOR * (work_s if work_s < math.inf else 0.0)
+
+
+def choose_level(levels: list[Level], departed_s: float) -> Level | None:
+    """The level whose turn is next, of `levels` by descending priority; None if nobody waits.
+
+    Of the lower levels that are due, the one that has been due for longest.
+    """
+    highest = due = None
+    for level in levels:
+        if level.find_first() is None:
+            continue
+        if highest is None:
+            highest = level
+        elif level.due_at_s <= departed_s and (due is None or level.due_at_s < due.due_at_s):
+            due = level
+    return due or highest

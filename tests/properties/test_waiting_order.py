@@ -1,0 +1,163 @@
+"""The order of the waiting room: nobody starves, and tenants that wait get equal service."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fulcrum_router.policy.ledger import Ledger
+from fulcrum_router.policy.token_counters import INPUT_WEIGHT, OUTPUT_WEIGHT
+from fulcrum_router.policy.waiting_lines import AGEING_FACTOR, Departure
+from fulcrum_router.policy.waiting_room import Charge, WaitingRoom
+
+
+@dataclass(eq=False)
+class Request:
+    """A request that leaves if it is the first that is asked, and is then charged."""
+
+    hall: "Hall"
+    priority: int = 0
+    tenant: str = ""
+    prompt_tokens: int = 1
+    predicted: int = 0
+    output: int = 0
+    prefill_s: float = 1.0
+    arrival_s: float = 0.0
+    deadline_s: float = 0.0
+    excludes_instances: bool = False
+
+    def try_to_leave(self, now_s: float, *, late: bool) -> Departure:  # noqa: ARG002  # the port's signature
+        hall = self.hall
+        if hall.left is not None:
+            return Departure.BLOCKED
+        hall.left = self
+        hall.room.leave(self)
+        charge = hall.room.charge(
+            priority=self.priority,
+            tenant=self.tenant,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.predicted,
+        )
+        hall.in_flight.append((charge, self))
+        return Departure.LEFT
+
+    @property
+    def cost(self) -> float:
+        """The service that the request gets."""
+        return INPUT_WEIGHT * self.prompt_tokens + OUTPUT_WEIGHT * self.output
+
+    @property
+    def largest_charge(self) -> float:
+        return INPUT_WEIGHT * self.prompt_tokens + OUTPUT_WEIGHT * max(self.output, self.predicted)
+
+
+@dataclass
+class Hall:
+    """A room from which one request leaves at a time."""
+
+    room: WaitingRoom = field(default_factory=WaitingRoom)
+    in_flight: list[tuple[Charge, Request]] = field(default_factory=list)
+    left: Request | None = None
+
+    def join(self, request: Request) -> None:
+        assert self.room.join(request, prefill_s=request.prefill_s)
+
+    def release_one(self) -> Request | None:
+        self.left = None
+        self.room.reconsider(0.0)
+        return self.left
+
+
+TOKENS = st.integers(1, 5_000)
+SIZES = st.tuples(st.sampled_from("ab"), TOKENS, TOKENS, TOKENS)
+MAX_IN_FLIGHT = 3
+
+
+@given(sizes=st.lists(SIZES, min_size=2, max_size=40))
+def test_two_tenants_that_wait_all_the_time_get_the_same_service_but_for_bounded_charges(
+    sizes: list[tuple[str, int, int, int]],
+) -> None:
+    """By the largest charge, and by the corrections of the requests in flight."""
+    hall, waiting = Hall(), defaultdict[str, int](int)
+    requests = [
+        Request(hall, tenant=tenant, prompt_tokens=prompt, predicted=predicted, output=output)
+        for tenant, prompt, predicted, output in sizes
+    ]
+    for request in requests:
+        hall.join(request)
+        waiting[request.tenant] += 1
+    bound = (MAX_IN_FLIGHT + 1) * max(request.largest_charge for request in requests)
+    service = {"a": 0.0, "b": 0.0}
+    while all(waiting[tenant] for tenant in service):
+        left = hall.release_one()
+        assert left is not None
+        waiting[left.tenant] -= 1
+        service[left.tenant] += left.cost
+        if len(hall.in_flight) > MAX_IN_FLIGHT:
+            charge, ended = hall.in_flight.pop(0)
+            entry = Ledger().add_decode(tokens=ended.prompt_tokens)
+            entry.add_tokens(ended.output)
+            charge.follow(entry)
+            hall.room.close_charge(charge)
+        assert abs(service["a"] - service["b"]) <= bound
+
+
+@given(flood=st.lists(TOKENS, min_size=5, max_size=30), modest=st.lists(TOKENS, min_size=1, max_size=5))
+def test_a_flood_takes_no_more_than_the_largest_charge_from_a_tenant_that_waits(
+    flood: list[int], modest: list[int]
+) -> None:
+    hall = Hall()
+    for prompt in flood:
+        hall.join(Request(hall, tenant="flood", prompt_tokens=prompt))
+    for prompt in modest:
+        hall.join(Request(hall, tenant="modest", prompt_tokens=prompt))
+    taken, left_of_modest = {"flood": 0, "modest": 0}, len(modest)
+    while left_of_modest:
+        left = hall.release_one()
+        assert left is not None
+        left_of_modest -= left.tenant == "modest"
+        assert taken["flood"] <= taken["modest"] + max(flood)
+        taken[left.tenant] += left.prompt_tokens
+
+
+PRIORITIES = (5, 0, -5)
+WORK = st.floats(0.01, 10.0)
+
+
+@given(
+    lower=st.lists(st.tuples(st.sampled_from(PRIORITIES[1:]), WORK), min_size=1, max_size=8),
+    higher=st.lists(WORK, min_size=40, max_size=80),
+)
+def test_no_tier_waits_for_more_than_a_bounded_amount_of_work_of_others(
+    lower: list[tuple[int, float]], higher: list[float]
+) -> None:
+    """The highest tier sends without end."""
+    hall, waiting = Hall(), defaultdict[int, int](int)
+    reference, passed = dict.fromkeys(PRIORITIES, 0.0), dict.fromkeys(PRIORITIES, 0.0)
+    for priority, prefill_s in lower:
+        hall.join(Request(hall, priority=priority, prefill_s=prefill_s))
+        waiting[priority] += 1
+        reference[priority] = reference[priority] or prefill_s
+    longest = max(*higher, *(prefill_s for _, prefill_s in lower))
+    for prefill_s in higher:
+        hall.join(Request(hall, priority=PRIORITIES[0], prefill_s=prefill_s))
+        left = hall.release_one()
+        assert left is not None
+        for priority in PRIORITIES[1:]:
+            if priority == left.priority:
+                passed[priority], reference[priority] = 0.0, left.prefill_s
+                waiting[priority] -= 1
+            elif waiting[priority]:
+                passed[priority] += left.prefill_s
+                bound = AGEING_FACTOR * reference[priority] + longest * (len(PRIORITIES) - 1)
+                assert passed[priority] <= bound + 1e-6
+
+
+@given(order=st.permutations(range(6)))
+def test_higher_tiers_go_first_in_whatever_order_requests_join(order: list[int]) -> None:
+    hall = Hall()
+    for n in order:
+        hall.join(Request(hall, priority=n % 3, tenant=str(n), deadline_s=float(n), prefill_s=100.0))
+    left = [hall.release_one() for _ in order]
+    assert [request.priority for request in left if request is not None] == [2, 2, 1, 1, 0, 0]
