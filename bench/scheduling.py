@@ -35,6 +35,7 @@ from fulcrum_simulator.bounds import (
 from fulcrum_simulator.fleet.contest import run_policy
 from fulcrum_simulator.fleet.load import ComposedLoad, Load, RecordedLoad, leave_out_overlong, prepare_load
 from fulcrum_simulator.fleet.options import RunOptions, list_splits, parse_policy
+from fulcrum_simulator.fleet.report import build_report
 from fulcrum_simulator.fleet.run import simulate
 from fulcrum_simulator.workload import COMPOSED, load_trace
 
@@ -151,7 +152,8 @@ def find_best_split(task: Task, load: Load) -> tuple[str, float]:
 
 def keeps(load: Load, options: RunOptions, factor: float, bar: float) -> bool:
     """Whether the policy keeps the attainment at this factor with the first seed."""
-    return run_policy(load, options, [1], first=factor).runs[0].attainment >= bar
+    arrivals = load.prepare(factor, slo=options.slo, seed=options.seed)
+    return (build_report(simulate(arrivals, options, attainment_min=bar))["attainment"] or 0.0) >= bar
 
 
 # --- figures ---------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ With P prefill and D decode instances, S_T and S_D the objectives, and a horizon
     KV cache   x / capacity
     sequences  requests per instance / those that an engine runs while others wait
 
-The KV tokens follow from the tokens R of the requests in flight and from those R* = a·I(x) that the arrivals
+The KV tokens follow from the tokens R of the requests in flight, of those in the prefill queue only as many
+as are computed within the horizon, min(1, P·H/Q), and from those R* = a·I(x) that the arrivals
 will have in the long run (Little's law: a token-steps arrive each second, a step takes I), which R approaches
 in the time τ that a request decodes: R_H = R* + (R - R*)·exp(-H/τ).
 """
@@ -36,6 +37,9 @@ class Need:
     rates: Rates
     queued_s: float
     tokens: float
+    """KV tokens of the requests that decode."""
+    reserved_tokens: float
+    """Those of prompts that are computed or wait for it."""
     legs: float
     max_tokens: float
     """MT: KV tokens of one instance whose step takes the TPOT objective."""
@@ -78,13 +82,14 @@ def measure_need(observation: Observation, rates: Rates, slo: Slo, sequences_max
     slope_s = _mean([s.itl_slope_s for s in states])
     if intercept_s is None or slope_s is None:
         return None
-    tokens = sum(s.decode_tokens + s.reserved_tokens for s in states)
+    tokens = sum(s.decode_tokens for s in states)
     itl_s = _mean([s.itl_s for s in decode if s.decode_legs])
     capacity = _mean([s.kv_capacity_tokens for s in states])
     return Need(
         rates=rates,
         queued_s=math.fsum(s.prefill_queued_s for s in prefill if math.isfinite(s.prefill_queued_s)),
         tokens=tokens,
+        reserved_tokens=sum(s.reserved_tokens for s in states),
         legs=sum(s.decode_legs for s in states),
         max_tokens=max(1.0, (slo.tpot_s - intercept_s) / slope_s) if slope_s else math.inf,
         itl_intercept_s=intercept_s,
@@ -119,7 +124,9 @@ def score_split(prefill: int, decode: int, need: Need, slo: Slo, *, horizon_s: f
     rates = need.rates
     backlog_s = max(0.0, need.queued_s + (rates.prefill - prefill) * horizon_s) / prefill
     mean_s = rates.prefill / rates.requests if rates.requests else 0.0
-    tokens, sequences = _forecast_decodes(decode, need, slo, horizon_s)
+    computed = min(1.0, prefill * horizon_s / need.queued_s) if need.queued_s else 1.0
+    in_flight = need.tokens + computed * need.reserved_tokens
+    tokens, sequences = _forecast_decodes(decode, need, in_flight, slo, horizon_s)
     return SplitScore(
         prefill_instances=prefill,
         decode_instances=decode,
@@ -133,8 +140,13 @@ def score_split(prefill: int, decode: int, need: Need, slo: Slo, *, horizon_s: f
     )
 
 
-def _forecast_decodes(decode: int, need: Need, slo: Slo, horizon_s: float) -> tuple[float, float]:
-    """Forecast the KV tokens and the requests of one decode instance after the horizon."""
+def _forecast_decodes(
+    decode: int, need: Need, in_flight: float, slo: Slo, horizon_s: float
+) -> tuple[float, float]:
+    """Forecast the KV tokens and the requests of one decode instance after the horizon.
+
+    `in_flight` are the KV tokens of all requests that decode now or within the horizon.
+    """
     rates = need.rates
     # x = a·I(x)/D with I(x) = intercept + slope·x; at most twice the objective
     steps = rates.token_steps / decode
@@ -145,7 +157,7 @@ def _forecast_decodes(decode: int, need: Need, slo: Slo, horizon_s: float) -> tu
     left = math.exp(-horizon_s / decode_s) if decode_s else 0.0
     sequences = rates.output_tokens * itl_s
     return (
-        (steps * itl_s * decode * (1 - left) + need.tokens * left) / decode,
+        (steps * itl_s * decode * (1 - left) + in_flight * left) / decode,
         (sequences * (1 - left) + need.legs * left) / decode,
     )
 

@@ -114,9 +114,11 @@ def pick_best(candidates: Sequence[PolicyRuns]) -> PolicyRuns:
 def _run_seed(
     load: Load, options: RunOptions, search: _Search, first: float, step: float, on_run: OnRun
 ) -> SeedRun:
-    def run_at(factor: float) -> tuple[Report, RunResult]:
+    def run_at(factor: float, attainment_min: float = 0.0) -> tuple[Report, RunResult]:
         arrivals = load.prepare(factor, slo=options.slo, seed=options.seed)
-        result = simulate(arrivals, options, on_progress=on_run(options, factor))
+        result = simulate(
+            arrivals, options, on_progress=on_run(options, factor), attainment_min=attainment_min
+        )
         return build_report(result), result
 
     def measure(factor: float) -> float:
@@ -126,7 +128,7 @@ def _run_seed(
     if bar is None:
         return SeedRun(first, *run_at(first), trials=1)
     found = find_highest_factor(
-        run_at,
+        lambda factor: run_at(factor, bar),
         lambda run: (run[0]["attainment"] or 0.0) >= bar,
         precision=search.precision,
         first=first,

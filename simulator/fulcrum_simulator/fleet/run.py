@@ -71,20 +71,38 @@ def simulate(
     options: RunOptions,
     *,
     on_progress: ProgressFunction = lambda _share: None,
+    attainment_min: float = 0.0,
 ) -> RunResult:
-    """Run a workload, sorted by arrival. `on_progress` gets the share of the arrivals so far."""
-    return _Simulation(workload, options, on_progress).run()
+    """Run a workload, sorted by arrival. `on_progress` gets the share of the arrivals so far.
+
+    The run ends as soon as the SLO attainment cannot reach `attainment_min` any more. That of its records is
+    then below, too: the requests that have not arrived would have to meet the SLO.
+    """
+    return _Simulation(workload, options, on_progress, attainment_min).run()
 
 
 class _Simulation:
     def __init__(
-        self, workload: Sequence[WorkloadRequest], options: RunOptions, on_progress: ProgressFunction
+        self,
+        workload: Sequence[WorkloadRequest],
+        options: RunOptions,
+        on_progress: ProgressFunction,
+        attainment_min: float,
     ) -> None:
         self._workload, self._options, self._on_progress = workload, options, on_progress
         self._rng = random.Random(options.seed)
         self._events = EventQueue()
         self._records: list[RequestResult] = []
-        self._unfinished = 0
+        self._unfinished: dict[int, RequestResult] = {}
+        """By number, in the order of arrival."""
+        first_s, last_s = workload[0].arrival_s, workload[-1].arrival_s
+        self._first_scored_s = first_s + options.unscored_share * (last_s - first_s)
+        scored = sum(request.arrival_s >= self._first_scored_s for request in workload)
+        self._misses_max = (1.0 - attainment_min) * scored
+        self._misses = 0
+        """Scored requests that have ended without meeting the SLO."""
+        self._is_lost = False
+        """Whether the attainment cannot be reached any more."""
         self._engine_failures = 0
         self._instances = self._build_instances()
         self._router = self._build_router()
@@ -99,8 +117,10 @@ class _Simulation:
         last_s = self._workload[-1].arrival_s
         deadline_s = last_s + self._options.drain_s
         while (
-            len(self._records) < len(self._workload) or self._unfinished
-        ) and events.next_event_s() <= deadline_s:
+            (len(self._records) < len(self._workload) or self._unfinished)
+            and events.next_event_s() <= deadline_s
+            and not self._is_lost
+        ):
             events.run_next()
         return self._build_result(last_s)
 
@@ -227,14 +247,27 @@ class _Simulation:
         number = len(self._records)
         record = RequestResult(self._workload[number])
         self._records.append(record)
-        self._unfinished += 1
+        self._unfinished[number] = record
         if number % 256 == 0:
             self._on_progress(number / len(self._workload))
-        self._router.serve(record, number, self._count_end)
+            self._is_lost = self._misses + self._count_late() > self._misses_max
+        self._router.serve(record, number, partial(self._end, number))
         self._schedule_arrival()
 
-    def _count_end(self) -> None:
-        self._unfinished -= 1
+    def _end(self, number: int) -> None:
+        record = self._unfinished.pop(number)
+        if record.request.arrival_s >= self._first_scored_s and not record.meets(self._options.slo):
+            self._misses += 1
+            self._is_lost = self._misses > self._misses_max
+
+    def _count_late(self) -> int:
+        """Count the scored requests that still wait for their first token, after the TTFT objective."""
+        since_s, late = self._events.now_s - self._options.slo.ttft_s, 0
+        for record in self._unfinished.values():
+            if record.request.arrival_s >= since_s:
+                break
+            late += record.first_token_s is None and record.request.arrival_s >= self._first_scored_s
+        return late
 
     def _schedule_failure(self, instance: SimulatedInstance) -> None:
         rate = self._options.control.failures_per_hour / 3600
@@ -252,7 +285,6 @@ class _Simulation:
     def _build_result(self, last_arrival_s: float) -> RunResult:
         self._router.advance()
         autoscaler, request = self._autoscaler, self._router.flip_request
-        first_s = self._workload[0].arrival_s
         times = [instance.busy_s for instance in self._instances]
         return RunResult(
             options=self._options,
@@ -265,7 +297,7 @@ class _Simulation:
             failed_transfers=sum(instance.failed_transfers for instance in self._instances),
             preemptions=sum(instance.engine.stats.preemptions for instance in self._instances),
             busy_s=(math.fsum(p for p, _ in times), math.fsum(d for _, d in times)),
-            first_scored_s=first_s + self._options.unscored_share * (last_arrival_s - first_s),
+            first_scored_s=self._first_scored_s,
             last_arrival_s=last_arrival_s,
             end_s=self._events.now_s,
             events=self._events.executed,

@@ -1,5 +1,6 @@
 """The balanced policy: what it forecasts, how it scores a split, and when it flips how many instances."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -96,6 +97,7 @@ def test_each_ratio_of_a_split_compares_what_it_needs_with_what_it_has() -> None
         rates=Rates(requests=10, prefill=3, output_tokens=0, token_steps=0),
         queued_s=4.0,
         tokens=80_000,
+        reserved_tokens=0,
         legs=40,
         max_tokens=50_000,
         itl_intercept_s=0.02,
@@ -109,11 +111,30 @@ def test_each_ratio_of_a_split_compares_what_it_needs_with_what_it_has() -> None
     assert score.ratios == pytest.approx(expected)
 
 
+def test_prompts_of_a_long_queue_need_decode_only_when_they_are_computed() -> None:
+    need = Need(
+        rates=Rates(requests=1, prefill=1, output_tokens=1e9, token_steps=0),
+        queued_s=100.0,
+        tokens=80_000,
+        reserved_tokens=1_000_000,
+        legs=40,
+        max_tokens=1e9,
+        itl_intercept_s=0.02,
+        itl_slope_s=1e-6,
+        itl_s=0.02,
+        kv_capacity_tokens=100_000,
+        sequences_max=math.inf,
+    )
+    score = score_split(2, 2, need, Slo(1.0, 0.1), horizon_s=5.0)
+    assert score.ratios["KV cache"] == pytest.approx((80_000 + 0.1 * 1_000_000) / 2 / 90_000)
+
+
 def test_requests_in_flight_count_until_they_have_ended() -> None:
     need = Need(
         rates=Rates(requests=1, prefill=0, output_tokens=100, token_steps=0),
         queued_s=0.0,
         tokens=80_000,
+        reserved_tokens=0,
         legs=40,
         max_tokens=50_000,
         itl_intercept_s=0.02,

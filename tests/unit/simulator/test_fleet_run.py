@@ -51,6 +51,15 @@ def count_outcomes(result: RunResult) -> dict[str, int]:
     return dict(Counter(r.outcome.value if r.outcome else "unfinished" for r in result.records))
 
 
+def test_a_run_ends_when_the_attainment_cannot_be_reached_any_more() -> None:
+    load = moving_load(20.0, factor=4.0)
+    whole, lost = simulate(load, options()), simulate(load, options(), attainment_min=0.9)
+    ended = [(whole.records[n], r) for n, r in enumerate(lost.records) if r.last_token_s is not None]
+    assert all(w.last_token_s == r.last_token_s for w, r in ended)
+    assert lost.end_s < whole.end_s
+    assert build_report(lost)["attainment"] < 0.9
+
+
 def test_a_lone_request_takes_the_time_of_its_stages() -> None:
     profile = load_profile("laptop")
     control = replace(EXACT, hop_s=0.001)
