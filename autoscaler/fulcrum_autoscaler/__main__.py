@@ -15,7 +15,7 @@ from aiohttp import web
 
 from fulcrum_autoscaler.decision_history import DecisionHistories
 from fulcrum_autoscaler.metrics import AutoscalerMetrics
-from fulcrum_autoscaler.options import Options, parse_options
+from fulcrum_autoscaler.options import IN_CLUSTER_ROUTER_STATE_URL, Options, parse_options
 from fulcrum_autoscaler.server import make_app
 from fulcrum_autoscaler.supervisor import AutoscalerSupervisor
 from fulcrum_cluster.client import open_store
@@ -55,6 +55,7 @@ async def _serve(options: Options) -> None:
             clock=SystemClock(),
             histories=histories,
             metrics=metrics,
+            needs_endpoint=options.router_state == IN_CLUSTER_ROUTER_STATE_URL,
         )
         app = make_app(histories, metrics.registry, lambda: supervisor.ready)
         async with _serve_http(app, options.host, options.port) as port:

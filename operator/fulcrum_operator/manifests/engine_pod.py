@@ -61,7 +61,7 @@ A false alarm costs a restart, and waiting longer than a restart takes gains not
 HUNG_GRACE_S = 1
 """Grace period of a hung engine: it does not drain. The kubelet adds two seconds to a preStop hook."""
 
-SIMULATED_REQUESTS = {"cpu": "100m", "memory": "64Mi"}
+SIMULATED_REQUESTS = {"cpu": "100m", "memory": "64Mi", "ephemeral-storage": "64Mi"}
 """Resource requests of a simulated engine: without them it would starve on a busy node."""
 
 
