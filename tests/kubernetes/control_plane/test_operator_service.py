@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.kubernetes.clusters import temporary_namespace
+from tests.kubernetes.clusters import enforce_restricted_pod_security, temporary_namespace
 from tests.kubernetes.control_plane.operator_process import (
     FakeEngines,
     FakeKubelet,
@@ -375,3 +375,20 @@ def test_services_of_one_name_in_two_namespaces_are_independent(
         for api in apis:
             wait_until(lambda: set(api.phases().values()) == {"Serving"}, "all to serve")  # noqa: B023
         assert [len(api.phases()) for api in apis] == [2, 3]
+
+
+def test_each_piece_that_a_restricted_namespace_lacks_is_named(under_test: ServiceUnderTest) -> None:
+    """The routers of this operator request nothing, as only the chart sets their requests; no node exists."""
+    api = under_test.api
+    enforce_restricted_pod_security(api.cluster, api.name)
+    hard = {"requests.cpu": "4", "requests.memory": "4Gi", "requests.ephemeral-storage": "4Gi"}
+    api.create("resourcequotas", {"metadata": {"name": "team"}, "spec": {"hard": hard}})
+    wait_until(lambda: "status" in api.get("resourcequotas", "team"), "the quota")
+    under_test.up(2)
+    wait_until(lambda: "must specify requests.cpu" in api.events().get("RouterStartFailed", ""), "the quota")
+    wait_until(lambda: api.condition("Degraded")["reason"] == "RouterStartFailed", "the condition")
+    requests = {"cpu": "100m", "memory": "64Mi", "ephemeral-storage": "64Mi"}
+    limits = [{"type": "Container", "defaultRequest": requests}]
+    api.create("limitranges", {"metadata": {"name": "team"}, "spec": {"limits": limits}})
+    wait_until(lambda: "no nodes available" in api.events().get("Unschedulable", ""), "the missing nodes")
+    wait_until(lambda: api.condition("Degraded")["reason"] == "Unschedulable", "the condition")
