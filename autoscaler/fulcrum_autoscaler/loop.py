@@ -228,7 +228,7 @@ class ServiceAutoscaler:
         observation = Observation(
             assignment=assignment.spec,
             generation=generation,
-            serving=list_serving_instances(self._objects.instances()),
+            serving_by_phase=list_serving_instances(self._objects.instances()),
             router=state,
         )
         self._metrics.record_observation(observation, now_s=self._clock.now_s())

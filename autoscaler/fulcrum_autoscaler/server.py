@@ -16,7 +16,7 @@ def make_app(
     histories: DecisionHistories, registry: CollectorRegistry, is_ready: Callable[[], bool]
 ) -> web.Application:
     """Build the application: `/decisions?namespace=&service=&limit=` (JSON, newest last), `/metrics`,
-    `/healthz`, `/readyz`.
+    `/healthz`, `/readyz`. A `limit` that is not a whole number is answered with status 400.
     """
 
     async def decisions(request: web.Request) -> web.Response:

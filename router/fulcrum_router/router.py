@@ -103,7 +103,7 @@ class Router:
             instance.start_from(None if prefills else prefill, None if steps else decode)
 
     def collect_models(self) -> dict[str, PoolModels] | None:
-        """Collect what a successor should know; None: that are the `learned_models`."""
+        """Return the learned models for a successor; None if `learned_models` still describes them."""
         models = collect_models(self.fleet.instances, self.learned_models)
         return models if have_changed(self.learned_models, models) else None
 

@@ -29,8 +29,8 @@ from fulcrum_router.control.metrics import build_registry
 from fulcrum_router.control.metrics_port import MetricsPage, make_metrics_app
 from fulcrum_router.control.state_port import make_app
 from fulcrum_router.data_path.downstream import ClientServer
-from fulcrum_router.data_path.handshakes import TlsAcceptor
 from fulcrum_router.data_path.tls import make_tls_context, reload_certificate
+from fulcrum_router.data_path.tls_handshakes import TlsAcceptor
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1.limits import raise_file_limit, read_process_bytes
 from fulcrum_router.kv_transfer.canaries import CanaryScheduler

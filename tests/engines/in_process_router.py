@@ -210,7 +210,7 @@ def start_extra_engine(service: RunningService, folder: Path, program: Path) -> 
     environment |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel), "TMPDIR": str(folder)}
     path = folder / "extra-engine.log"
     with path.open("wb") as log:
-        command = [sys.executable, "-m", "fulcrum_cli.local.die_with_parent", *argv]
+        command = [sys.executable, "-m", "fulcrum_cli.local.exec_with_parent", *argv]
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
         yield ExtraEngine(port, process, path)

@@ -79,7 +79,7 @@ def observations(draw: st.DrawFn) -> Observation:
     return Observation(
         assignment=spec,
         generation=7,
-        serving=serving,
+        serving_by_phase=serving,
         router=draw(st.sampled_from([state, state, state, None])),
     )
 
@@ -150,7 +150,7 @@ def test_every_flip_passes_may_apply(
             continue
         after = propose_assignment(observation.assignment, decision)
         assert may_apply(
-            observation.assignment, after, observation.serving, rules.assignment_rules, now_s=NOW_S
+            observation.assignment, after, observation.serving_by_phase, rules.assignment_rules, now_s=NOW_S
         ).allowed
         assert decision.to is not None
         assert decision.instance is not None

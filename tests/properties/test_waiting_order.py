@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fulcrum_router.policy.ledger import Ledger
 from fulcrum_router.policy.token_counters import INPUT_WEIGHT, OUTPUT_WEIGHT
-from fulcrum_router.policy.waiting_lines import AGEING_FACTOR, Departure
+from fulcrum_router.policy.waiting_lines import AGEING_FACTOR, LeaveResult
 from fulcrum_router.policy.waiting_room import Charge, WaitingRoom
 
 
@@ -27,10 +27,10 @@ class Request:
     deadline_s: float = 0.0
     excludes_instances: bool = False
 
-    def try_to_leave(self, now_s: float, *, late: bool) -> Departure:  # noqa: ARG002  # the port's signature
+    def try_to_leave(self, now_s: float, *, late: bool) -> LeaveResult:  # noqa: ARG002  # the port's signature
         hall = self.hall
         if hall.left is not None:
-            return Departure.BLOCKED
+            return LeaveResult.BLOCKED
         hall.left = self
         hall.room.leave(self)
         charge = hall.room.charge(
@@ -40,7 +40,7 @@ class Request:
             output_tokens=self.predicted,
         )
         hall.in_flight.append((charge, self))
-        return Departure.LEFT
+        return LeaveResult.LEFT
 
     @property
     def cost(self) -> float:

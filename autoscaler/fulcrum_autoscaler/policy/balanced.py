@@ -100,14 +100,17 @@ def _weigh(
     """Add the regret of the last `seconds`, and flip when it pays for the move to the target."""
     flips = target.prefill_instances - current.prefill_instances
     if not flips:
-        reason = f"split {current}; no other one is better, or this one is comfortable below {COMFORT:.2f}"
+        better = (
+            f"at most {COMFORT:.2f} is enough" if current.worst <= COMFORT else "no other split is better"
+        )
+        reason = f"split {current}: {better}"
         return replace(state, regret_s=0.0, to=None), _hold(observation, reason, now_s)
     to = Role.PREFILL if flips > 0 else Role.DECODE
     excess = min(EXCESS_MAX, current.worst - max(target.worst, COMFORT))
     regret = (state.regret_s if state.to is to else 0.0) + excess * seconds
     price = max(PRICE_MIN_S, PRICE_SHARE * rules.slo.ttft_s) * math.sqrt(abs(flips))
     state = replace(state, regret_s=regret, to=to)
-    cause = f"split {current}, {target}; regret {regret:.2f} s, the flip costs {price:.2f} s"
+    cause = f"split {current}, better: {target}; regret {regret:.2f} s, a flip follows at {price:.2f} s"
     if regret < price:
         return state, _hold(observation, cause, now_s)
     decision = _flip(observation, rules, to, abs(flips), cause, now_s)

@@ -51,14 +51,15 @@ class AutoscalingRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """One consistent snapshot of a service. `router` is None if the router did not respond."""
+    """The state of one service at one time."""
 
     assignment: PDAssignmentSpec
     generation: int
     """metadata.generation of the assignment. Router state is usable once the router has applied it."""
-    serving: frozenset[str]
-    """Names of the instances whose phase is Serving."""
+    serving_by_phase: frozenset[str]
+    """Names of the instances whose phase is Serving; the router may not use all of them."""
     router: RouterState | None
+    """None: the router did not respond."""
     _by_name: Mapping[str, InstanceState] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -69,7 +70,7 @@ class Observation:
     def confirmed_serving(self) -> frozenset[str]:
         """Names of the instances that both the operator and the router report as serving."""
         return frozenset(
-            name for name in self.serving if name in self._by_name and self._by_name[name].serving
+            name for name in self.serving_by_phase if name in self._by_name and self._by_name[name].serving
         )
 
     def serving_states(self, role: Role) -> tuple[InstanceState, ...]:

@@ -4,8 +4,8 @@ With P prefill and D decode instances, S_T and S_D the objectives, and a horizon
 
     prefill    A / P                        A: prefill work that arrives each second
     TTFT       (max(0, Q + (A - P)·H) / P + T) / S_T     Q: prefill work queued, T: that of a mean request
-    TPOT       x / MT                       x: KV tokens per instance, MT: tokens whose step takes S_D
-    KV cache   x / capacity
+    TPOT       x / (0.8·MT)                 x: KV tokens per instance, MT: tokens whose step takes S_D
+    KV cache   x / (0.9·capacity)           capacity: KV tokens that fit one instance
     sequences  requests per instance / those that an engine runs while others wait
 
 The KV tokens follow from the tokens R of the requests in flight, of those in the prefill queue only as many
@@ -23,6 +23,7 @@ from fulcrum_core.router_state import InstanceState
 from fulcrum_core.values import Role, Slo
 
 BATCH_FULL = 0.8
+"""Share of MT that the mean batch of a split may use."""
 KV_FULL = 0.9
 """Share of the KV cache from which requests start to wait: prompts need room for all of their tokens."""
 
@@ -62,16 +63,16 @@ class SplitScore:
 
     @property
     def worst(self) -> float:
-        """The ratio that decides."""
+        """The highest ratio, by which splits are compared."""
         return max(self.ratios.values())
 
     @property
     def cause(self) -> str:
-        """Name of the ratio that decides."""
+        """Name of the worst ratio."""
         return max(self.ratios, key=lambda name: self.ratios[name])
 
     def __str__(self) -> str:
-        return f"{self.prefill_instances}:{self.decode_instances} needs {self.worst:.2f} ({self.cause})"
+        return f"{self.prefill_instances}:{self.decode_instances} ({self.cause} at {self.worst:.2f})"
 
 
 def measure_need(observation: Observation, rates: Rates, slo: Slo, sequences_max: float) -> Need | None:

@@ -29,7 +29,7 @@ from fulcrum_simulator.workload import (
     load_recording,
 )
 
-_FLUID, _LIGHTEST, _BURSTS = "fluid work", "fluid work, lightest", ("prefill burst", "decode burst")
+_FLUID, _HEAVIEST_DROPPED, _BURSTS = "fluid work", "heaviest dropped", ("prefill burst", "decode burst")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class _Row:
     meaning: str
 
     def dump(self) -> dict[str, Any]:
-        """Return the row for programs; null where there is no highest rate."""
+        """Return the row for programs; its rate is null if no rate is too high."""
         rate_rps = self.rate_rps if math.isfinite(self.rate_rps) else None
         return {"name": self.name, "ratePerSecond": rate_rps, "meaning": self.meaning}
 
@@ -92,9 +92,9 @@ def _compute_rows(
     return (
         _Row(_FLUID, compute_fluid_rate(requests, fleet), "all requests served: the work fits the instances"),
         _Row(
-            _LIGHTEST,
+            _HEAVIEST_DROPPED,
             compute_metric_rate(requests, fleet, attainment=attainment),
-            "the heaviest requests dropped: the work of the others fits",
+            "the heaviest requests refused: the work of the others fits the instances",
         ),
         _Row(
             _BURSTS[0],
@@ -145,12 +145,12 @@ def _format_table(
         f"{attainment:g} % within TTFT {format_seconds(slo.ttft_s)} and TPOT {format_seconds(slo.tpot_s)}",
         "",
         *format_columns(
-            ("BOUND", "REQUESTS/S", "WHAT LIMITS"),
+            ("RATE OF", "REQUESTS/S", "WHAT LIMITS"),
             *((row.name, _format_rate(row.rate_rps), row.meaning) for row in rows),
         ),
         "",
         f"highest rate if all are served: {_format_rate(_lowest(rows, _FLUID, *_BURSTS))}; "
-        f"if some may be refused: {_format_rate(_lowest(rows, _LIGHTEST, *_BURSTS))}",
+        f"if some may be refused: {_format_rate(_lowest(rows, _HEAVIEST_DROPPED, *_BURSTS))}",
     ]
 
 
@@ -159,7 +159,7 @@ def _lowest(rows: Sequence[_Row], *names: str) -> float:
 
 
 def _format_rate(rate_rps: float) -> str:
-    return f"{rate_rps:.3g}" if math.isfinite(rate_rps) else "none"
+    return f"{rate_rps:.3g}" if math.isfinite(rate_rps) else "no limit"
 
 
 def _dump(

@@ -1,6 +1,6 @@
 """`fulcrum explain`: prints the last role decisions with their numbers, and the conditions.
 
-It merges the autoscaler's journal with the roles that a person or the operator assigned.
+It merges the autoscaler's decision history with the roles that a person or the operator assigned.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from fulcrum_core.formatting import format_count
 from fulcrum_core.values import Actor, Role
 
 DecisionRecord = Mapping[str, Any]
-"""One decision as JSON, with the keys of the autoscaler's journal."""
+"""One decision as JSON, with the keys of the autoscaler's decision history."""
 
 ASSIGN = "assign"
 """Action of a role that the operator assigned; all others are the autoscaler's `DecisionAction`."""

@@ -1,4 +1,10 @@
-"""Facts that doctor's checks examine: a target at one time. None means that a fact could not be read."""
+"""Facts that doctor's checks examine: a target at one time.
+
+A field that is None could not be read. A mapping has an entry for each name that was asked for: an entry that
+is None says that there is no such object. `ClusterFacts.operator_lease` is None in both cases;
+`leases_readable` tells them apart. `DoctorFacts.cluster` is None for a local run, `DoctorFacts.local` is None
+for a cluster.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

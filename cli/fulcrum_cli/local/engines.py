@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import fulcrum_simulator.server as engine_server
-from fulcrum_cli.local import die_with_parent
+from fulcrum_cli.local import exec_with_parent
 from fulcrum_cli.local.engine_environment import find_engine_environment, find_local_model, read_model_config
 from fulcrum_cli.local.supervised_process import ProcessSpec
 from fulcrum_core.api import PDInstance, PDService
@@ -135,7 +135,7 @@ def _engine_request(
 
 def _vllm_process_spec(launch: EngineLaunch, placement: EnginePlacement) -> ProcessSpec:
     return ProcessSpec(
-        command=(sys.executable, "-m", die_with_parent.__name__, *launch.command),
+        command=(sys.executable, "-m", exec_with_parent.__name__, *launch.command),
         env={variable.name: variable.value for variable in launch.env if _has_value(variable)},
         ports={"port": placement.port, "side_channel_port": placement.side_channel_port},
         health_url=f"http://{placement.host}:{placement.port}{launch.health_path}",
@@ -177,7 +177,10 @@ def _choose_placement(name: str, context: EngineContext) -> EnginePlacement:
 
 
 def find_free_ports(host: str, count: int) -> tuple[int, ...]:
-    """Return `count` ports that are free now, each far enough from the next for an engine's further ranks."""
+    """Return `count` ports that are free now, each far enough from the next for an engine's further ranks.
+
+    Fewer are returned if the range has no more free ports.
+    """
     return tuple(port for port, _ in zip(_iter_free_ports(host), range(count), strict=False))
 
 
@@ -187,17 +190,22 @@ def _iter_free_ports(host: str) -> Iterator[int]:
     for slot in range(slots):
         port = _ENGINE_PORTS[(first + slot) % slots * _PORTS_PER_ENGINE]
         try:
-            bind_port(host, port)
+            check_port_is_free(host, port)
         except OSError:
             continue
         yield port
 
 
-def bind_port(host: str, port: int) -> None:
-    """Bind a port and release it; raises `OSError` or `OverflowError` if it cannot be bound."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
+def check_port_is_free(host: str, port: int) -> None:
+    """Check that a TCP port is free, by binding it for a moment.
+
+    Raises:
+        OSError: if the port cannot be bound.
+        OverflowError: if there is no such port.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
 
 
 _load_profile_cached = functools.cache(load_profile)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from fulcrum_cli.local.engines import bind_port, check_engines
+from fulcrum_cli.local.engines import check_engines, check_port_is_free
 from fulcrum_cli.manifest_files import check_objects, check_references
 from fulcrum_core.api import PDService, Resource
 from fulcrum_core.errors import InvalidInput
@@ -24,14 +24,14 @@ def check_manifest(objects: Sequence[Resource]) -> PDService:
     return services[0]
 
 
-def check_port_free(host: str, port: int) -> None:
+def check_router_port(host: str, port: int) -> None:
     """Check that the router can listen on a port.
 
     Raises:
         InvalidInput: if the port cannot be bound.
     """
     try:
-        bind_port(host, port)
+        check_port_is_free(host, port)
     except (OSError, OverflowError) as error:
         rule = f"cannot be listened on at {host}: {getattr(error, 'strerror', None) or error}"
         raise InvalidInput("port", port, f"{rule.lower()}; --port 0 takes a free one") from error

@@ -17,7 +17,7 @@ import structlog
 
 from fulcrum_cli.local.engines import EngineContext, engine_facts, expected_startup_s
 from fulcrum_cli.local.local_engine import simulate_unless_named
-from fulcrum_cli.local.preflight import check_manifest, check_port_free
+from fulcrum_cli.local.preflight import check_manifest, check_router_port
 from fulcrum_cli.local.program_commands import ProgramCommands, SharedOptions
 from fulcrum_cli.local.router_view import LocalRouterView
 from fulcrum_cli.local.run_folder import RunInfo, open_run_folder, write_info, write_token
@@ -76,7 +76,7 @@ async def run_local(
     options = options or LocalRunOptions()
     objects = tuple(simulate_unless_named(obj) for obj in objects)
     service = check_manifest(objects)
-    check_port_free(options.host, options.port)
+    check_router_port(options.host, options.port)
     on_start(service)
     with open_run_folder(options.run_dir, service=service.metadata.name) as folder:
         run = LocalRun(service, folder, options, commands or ProgramCommands())

@@ -27,11 +27,11 @@ from fulcrum_operator.plan.room import (
     count_moving_at_once,
     created_s,
     departure_of,
+    find_overdue,
     misses_replacement,
     never_served,
     on_departing_nodes,
     progress_timeout_s,
-    that_cannot_start,
     without_room,
 )
 
@@ -161,7 +161,7 @@ def view_pool(observed: Observed, pool: PDPool) -> PoolView:
         departure_causes=tuple(sorted(causes)),
         moving_at_once=count_moving_at_once(observed, departing),
         without_room=without_room(observed, updated),
-        cannot_start=that_cannot_start(observed, (m for m in updated if m not in departing)),
+        cannot_start=find_overdue(observed, (m for m in updated if m not in departing)),
         misses_replacement=misses_replacement(observed, pool_members, departing),
         paused=observed.service.spec.rollout.paused,
         refused=refused,

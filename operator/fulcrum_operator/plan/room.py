@@ -72,11 +72,11 @@ def without_room(observed: Observed, members: Iterable[PDInstance]) -> tuple[PDI
     )
 
 
-def that_cannot_start(observed: Observed, members: Iterable[PDInstance]) -> tuple[PDInstance, ...]:
-    """New members for which a drain of a node no longer waits.
+def find_overdue(observed: Observed, members: Iterable[PDInstance]) -> tuple[PDInstance, ...]:
+    """Return the new members that should serve by now, for which the drain of a node waits no longer.
 
-    It waits `EVICTION_WAIT_S` for one that has exited or that something keeps from starting, and for any
-    other as long as a roll-out does.
+    The drain waits `EVICTION_WAIT_S` for a member that has exited or that something keeps from starting, and
+    for any other as long as a roll-out does.
     """
     return tuple(member for member in members if observed.now_s >= _serving_deadline_s(observed, member))
 
@@ -87,7 +87,7 @@ def misses_replacement(
     """Whether a drain has waited `EVICTION_WAIT_S` for an instance that should have been created by now.
 
     Args:
-        observed: The facts of this pass.
+        observed: The facts of this reconcile.
         pool: All instances of the pool, also terminating ones.
         departing: Those that have to move.
     """

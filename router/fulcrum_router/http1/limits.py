@@ -22,7 +22,7 @@ HELD_SHARE: Final = 0.5
 """Share of the rest of the container's memory that requests may take; responses need theirs."""
 MACHINE_SHARE: Final = 0.125
 """Share of the machine's memory that they may take if the container has no limit."""
-SHORT_SHARE: Final = 0.85
+LOW_MEMORY_SHARE: Final = 0.85
 """Share of the container's memory from which `SHORT_HELD_SHARE` applies."""
 SHORT_HELD_SHARE: Final = 0.125
 """Share of the limit on held bytes that still is accepted while memory is short."""
@@ -98,7 +98,7 @@ class RequestMemory:
     def check(self, process_bytes: int) -> None:
         """Accept little from now on if the process has nearly all the memory that it may have."""
         limit = self.limit_bytes
-        self._is_short = limit is not None and process_bytes > SHORT_SHARE * limit
+        self._is_short = limit is not None and process_bytes > LOW_MEMORY_SHARE * limit
 
 
 def estimate_parsed_bytes(body: bytes, *, few_held: bool) -> int:

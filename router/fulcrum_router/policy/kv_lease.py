@@ -1,8 +1,8 @@
 """Deadlines of a KV transfer, derived from the KV lease of its prefill instance. Times are seconds.
 
 A prefill engine keeps the KV of a prompt until the lease has expired. A decode engine that fetches it later
-gets another prompt's KV and no error. All clocks here are the router's; the lease starts when the prefill
-engine sends its response.
+gets another prompt's KV and no error. All clocks here are the router's. The lease starts when the prefill
+engine sends its response; an age is the time since that response arrived.
 """
 
 _USABLE_FRACTION = 1 / 2

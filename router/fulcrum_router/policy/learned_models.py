@@ -1,7 +1,8 @@
 """What the router has learned of the speed of each pool, kept while routers and instances come and go.
 
 Instances of one pool have the same model, engine and hardware, so a new one starts from the mean of those
-that were measured. The text form is what an active router hands over to its successor.
+that were measured. The models are T(n), the prefill time of n prompt tokens, and I(n), the inter-token
+latency with n tokens in the batch. The text form is what an active router hands over to its successor.
 """
 
 import json

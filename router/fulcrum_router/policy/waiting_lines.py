@@ -26,14 +26,15 @@ AGEING_FACTOR = 15.0
 """Prefill work of other levels, in units of a level's own, after which the level may send a request."""
 
 
-class Departure(Enum):
-    """Whether a request could leave the room."""
+class LeaveResult(Enum):
+    """What came of a request's try to leave the room."""
 
     LEFT = "left"
+    """An instance took the request."""
     BLOCKED = "blocked"
-    """No instance can take it now."""
+    """No instance can take the request now."""
     LATE = "late"
-    """Some instance could take it, and none could serve it in time."""
+    """Some instance could take the request, but none would respond in time."""
 
 
 class Waiter(Protocol):
@@ -55,7 +56,7 @@ class Waiter(Protocol):
     def tenant(self) -> str:
         """Who sent it; empty: not known."""
 
-    def try_to_leave(self, now_s: float, *, late: bool) -> Departure:
+    def try_to_leave(self, now_s: float, *, late: bool) -> LeaveResult:
         """Call `leave` if an instance can take the request now: in time, or `late` is set."""
 
     @property

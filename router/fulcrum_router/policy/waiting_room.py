@@ -16,7 +16,7 @@ from fulcrum_router.policy.ledger import DecodeEntry
 from fulcrum_router.policy.token_counters import INPUT_WEIGHT, OUTPUT_WEIGHT, TokenCounters
 from fulcrum_router.policy.waiting_lines import (
     LATE_EVERY,
-    Departure,
+    LeaveResult,
     Level,
     Line,
     Place,
@@ -24,12 +24,12 @@ from fulcrum_router.policy.waiting_lines import (
     choose_level,
 )
 
-__all__ = ["LATE_EVERY", "MAX_REQUESTS", "Charge", "Departure", "Waiter", "WaitingRoom"]
+__all__ = ["LATE_EVERY", "MAX_REQUESTS", "Charge", "LeaveResult", "Waiter", "WaitingRoom"]
 
 MAX_REQUESTS = 10_000
 """Requests that wait at most; the next one is refused. Their bodies count in `http1.limits`."""
 
-_LEFT, _LATE = Departure.LEFT, Departure.LATE
+_LEFT, _LATE = LeaveResult.LEFT, LeaveResult.LATE
 
 
 class WaitingRoom:

@@ -112,7 +112,7 @@ class SimulatedAutoscaler:
         return Observation(
             assignment=self._assignment,
             generation=self._generation,
-            serving=frozenset(self._serving()),
+            serving_by_phase=frozenset(self._serving()),
             router=state,
         )
 

@@ -17,15 +17,15 @@ from fulcrum_core.values import Role, Slo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
-    """Requests of the last `DEMAND_WINDOW_S`: their rate, and the mean lengths of prompts and of answers."""
+class RecentTraffic:
+    """Requests of the last `TRAFFIC_WINDOW_S`: their rate, and the mean lengths of prompts and of answers."""
 
     rate_rps: float
     input_tokens: float
     output_tokens: float
 
 
-DEMAND_WINDOW_S = 180.0
+TRAFFIC_WINDOW_S = 180.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class PlannerView:
 
     now_s: float
     state: RouterState
-    demand: Demand
+    traffic: RecentTraffic
     prefill_model: PrefillModel
     decode_model: DecodeModel
     kv_capacity_tokens: int
@@ -74,13 +74,13 @@ class DynamoLikePlanner:
         """See `SplitPlanner`."""
         prefill, decode = view.list_role(Role.PREFILL), view.list_role(Role.DECODE)
         total = len(prefill) + len(decode)
-        if view.now_s - self._forecast_at_s >= DEMAND_WINDOW_S and view.demand.rate_rps:
+        if view.now_s - self._forecast_at_s >= TRAFFIC_WINDOW_S and view.traffic.rate_rps:
             self._forecast_at_s = view.now_s
             need = compute_needs(view)
             if need[0] + need[1] > 0:
                 share = need[0] / (need[0] + need[1])
                 return min(max(1, round(total * share)), total - 1), "forecast of 180 s"
-        own_s = view.prefill_model.ttft_s(view.demand.input_tokens)
+        own_s = view.prefill_model.ttft_s(view.traffic.input_tokens)
         slo = view.slo
         late = bool(prefill) and all(each.prefill_queued_s + own_s > slo.ttft_s for each in prefill)
         slow = bool(decode) and all((each.itl_s or 0.0) > slo.tpot_s for each in decode)
@@ -106,14 +106,14 @@ def _keeps_prefill(prefill: Sequence[InstanceState], own_s: float, view: Planner
 
 
 def compute_needs(view: PlannerView) -> tuple[float, float]:
-    """Return the prefill and the decode instances that the demand keeps busy within the objectives."""
-    demand, slo = view.demand, view.slo
-    prefill = demand.rate_rps * view.prefill_model.ttft_s(demand.input_tokens)
-    context = demand.input_tokens + demand.output_tokens / 2
+    """Return the prefill and the decode instances that the traffic keeps busy within the objectives."""
+    traffic, slo = view.traffic, view.slo
+    prefill = traffic.rate_rps * view.prefill_model.ttft_s(traffic.input_tokens)
+    context = traffic.input_tokens + traffic.output_tokens / 2
     tokens_max = min(view.decode_model.max_tokens(slo.tpot_s), float(view.kv_capacity_tokens))
     batch = max(1.0, tokens_max / context) if context else 1.0
     itl_s = view.decode_model.itl_s(batch * context)
-    return prefill, demand.rate_rps * demand.output_tokens * itl_s / batch
+    return prefill, traffic.rate_rps * traffic.output_tokens * itl_s / batch
 
 
 class NarwhalLikePlanner:
@@ -147,9 +147,9 @@ class NarwhalLikePlanner:
 
 def _score(view: PlannerView, prefill: int, decode: int) -> float:
     """Return the worst ratio of predicted TTFT, TPOT and KV use to its limit under a split."""
-    instances, demand, slo = view.state.instances, view.demand, view.slo
-    own_s = view.prefill_model.ttft_s(demand.input_tokens)
-    busy = min(0.98, demand.rate_rps * own_s / prefill)
+    instances, traffic, slo = view.state.instances, view.traffic, view.slo
+    own_s = view.prefill_model.ttft_s(traffic.input_tokens)
+    busy = min(0.98, traffic.rate_rps * own_s / prefill)
     backlog_s = sum(each.prefill_queued_s for each in instances) / prefill
     ttft_s = backlog_s + own_s * (1.0 + busy / (1.0 - busy) / prefill)
     tokens = sum(each.decode_tokens for each in instances) / decode
@@ -175,11 +175,11 @@ class KnownSplitPlanner:
         return sum(abs(after - before) for before, after in pairwise(self._prefill))
 
 
-def measure_demand(
+def measure_traffic(
     arrivals: Sequence[tuple[float, int]], outputs: Sequence[int], *, window_s: float
-) -> Demand:
-    """Measure the demand from (arrival, prompt tokens) and from the answers that ended in the window."""
-    return Demand(
+) -> RecentTraffic:
+    """Measure the traffic from (arrival, prompt tokens) and from the answers that ended in the window."""
+    return RecentTraffic(
         rate_rps=len(arrivals) / window_s if window_s > 0 else 0.0,
         input_tokens=fmean(tokens for _, tokens in arrivals) if arrivals else 0.0,
         output_tokens=fmean(outputs) if outputs else 0.0,

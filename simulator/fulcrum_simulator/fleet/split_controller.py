@@ -14,11 +14,11 @@ from fulcrum_core.router_state import RouterState
 from fulcrum_core.values import Actor, Role
 from fulcrum_simulator.fleet.autoscaler import SimulatedFlip
 from fulcrum_simulator.fleet.planners import (
-    DEMAND_WINDOW_S,
-    Demand,
+    TRAFFIC_WINDOW_S,
     PlannerView,
+    RecentTraffic,
     SplitPlanner,
-    measure_demand,
+    measure_traffic,
 )
 from fulcrum_simulator.fleet.records import RequestResult
 from fulcrum_simulator.fleet.router import SimulatedRouter
@@ -78,16 +78,16 @@ class SplitController:
         return PlannerView(
             now_s=self._router.events.now_s,
             state=state,
-            demand=self._measure_demand(),
+            traffic=self._measure_traffic(),
             prefill_model=_average([view.prefill_model for view in views]),
             decode_model=_average([view.decode_model for view in views]),
             kv_capacity_tokens=self._kv_capacity_tokens,
             slo=self._router.slo,
         )
 
-    def _measure_demand(self) -> Demand:
+    def _measure_traffic(self) -> RecentTraffic:
         now_s = self._router.events.now_s
-        since_s = max(0.0, now_s - DEMAND_WINDOW_S)
+        since_s = max(0.0, now_s - TRAFFIC_WINDOW_S)
         arrivals: list[tuple[float, int]] = []
         outputs: list[int] = []
         for record in reversed(self._records):
@@ -96,7 +96,7 @@ class SplitController:
             arrivals.append((record.request.arrival_s, record.request.input_tokens))
             if record.last_token_s is not None:
                 outputs.append(record.request.output_tokens)
-        return measure_demand(arrivals, outputs, window_s=now_s - since_s)
+        return measure_traffic(arrivals, outputs, window_s=now_s - since_s)
 
     def _flip(self, to: Role, state: RouterState, reason: str) -> bool:
         """Flip the instance with the least work; False if none may flip."""
@@ -104,7 +104,7 @@ class SplitController:
         observation = Observation(
             assignment=self._assignment,
             generation=self._generation,
-            serving=frozenset(self._serving()),
+            serving_by_phase=frozenset(self._serving()),
             router=state,
         )
         victim = choose_victim(observation, to, self._rules, now_s=now_s)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
@@ -316,7 +317,7 @@ async def test_a_program_without_ready_line_is_polled_for_health_and_its_childre
         command=(
             sys.executable,
             "-m",
-            "fulcrum_cli.local.die_with_parent",
+            "fulcrum_cli.local.exec_with_parent",
             sys.executable,
             "-c",
             SERVER,
@@ -335,6 +336,12 @@ async def test_a_program_without_ready_line_is_polled_for_health_and_its_childre
     await program.stop()
     await wait_until(lambda: _is_dead_or_zombie(child), "the program's child has ended")
     assert (ports, running, leftover.exists()) == ({"port": port}, True, False)
+
+
+def test_exec_with_parent_without_a_program_says_what_is_missing() -> None:
+    command = [sys.executable, "-m", "fulcrum_cli.local.exec_with_parent"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "error: PROGRAM (not given) is required\n")
 
 
 def _is_dead_or_zombie(pid: int) -> bool:

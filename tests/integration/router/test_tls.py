@@ -19,8 +19,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fulcrum_core.errors import InvalidInput
 from fulcrum_router.background import background_task
 from fulcrum_router.data_path import tls
-from fulcrum_router.data_path.handshakes import TlsAcceptor
 from fulcrum_router.data_path.tls import TlsFiles, make_tls_context, reload_certificate
+from fulcrum_router.data_path.tls_handshakes import TlsAcceptor
 from tests.integration.router.fake_engines import DEADLINE_S, FakeEngine, build_post, run_router
 from tests.waiting import wait_until
 

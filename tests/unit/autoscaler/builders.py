@@ -47,7 +47,7 @@ def make_observation(*instances: InstanceState, **fields: Any) -> Observation:
     default: dict[str, Any] = {
         "assignment": assignment(roles),
         "generation": 1,
-        "serving": frozenset(roles),
+        "serving_by_phase": frozenset(roles),
         "router": make_router_state(*instances),
     }
     return Observation(**{**default, **fields})

@@ -193,7 +193,7 @@ def test_a_comfortable_split_stays_although_another_one_needs_less() -> None:
     *_, decision = run_ticks(*(observe(t, *four_and_four(), prefill=3.2) for t in range(1, 30)))
     assert (decision.action, decision.reason) == (
         DecisionAction.HOLD,
-        "split 4:4 needs 0.80 (prefill); no other one is better, or this one is comfortable below 0.85",
+        "split 4:4 (prefill at 0.80): at most 0.85 is enough",
     )
 
 

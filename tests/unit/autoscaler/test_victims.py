@@ -123,7 +123,7 @@ def test_an_instance_that_is_not_serving_is_no_victim(
 ) -> None:
     sick = prefill("a", 0.0, serving=serving_by_router)
     observation = replace(
-        make_observation(sick, prefill("b", 0.5), prefill("c", 0.7), SPARE), serving=serving
+        make_observation(sick, prefill("b", 0.5), prefill("c", 0.7), SPARE), serving_by_phase=serving
     )
     found = choose_victim(observation, D, make_rules(), now_s=NOW_S)
     assert isinstance(found, Victim)

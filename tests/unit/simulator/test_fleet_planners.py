@@ -11,11 +11,11 @@ from fulcrum_core.router_state import InstanceState, RouterState
 from fulcrum_core.values import Role, Slo
 from fulcrum_simulator.fleet.options import RunOptions, parse_policy
 from fulcrum_simulator.fleet.planners import (
-    Demand,
     DynamoLikePlanner,
     KnownSplitPlanner,
     NarwhalLikePlanner,
     PlannerView,
+    RecentTraffic,
     compute_needs,
 )
 from fulcrum_simulator.fleet.report import build_report
@@ -63,7 +63,7 @@ def view(*, queued_s: float = 0.0, itl_s: float = 0.01, tokens: int = 100, **cha
     plain = PlannerView(
         now_s=5.0,
         state=state,
-        demand=Demand(rate_rps=1.0, input_tokens=1000, output_tokens=100),
+        traffic=RecentTraffic(rate_rps=1.0, input_tokens=1000, output_tokens=100),
         prefill_model=PrefillModel(0.0, 1e-4, 0.0),
         decode_model=DecodeModel(0.01, 1e-6),
         kv_capacity_tokens=100_000,
@@ -72,10 +72,12 @@ def view(*, queued_s: float = 0.0, itl_s: float = 0.01, tokens: int = 100, **cha
     return replace(plain, **changes)
 
 
-def test_demand_needs_instances_of_each_role() -> None:
+def test_traffic_needs_instances_of_each_role() -> None:
     # 10 requests/s of 0.1 s prefill; 1,000 tokens/s from batches of 40,000/1,050 at 50 ms a step
-    demand = Demand(rate_rps=10.0, input_tokens=1000, output_tokens=100)
-    assert compute_needs(view(demand=demand)) == pytest.approx((1.0, 1000 * 0.05 / (40_000 / 1050)), rel=0.02)
+    traffic = RecentTraffic(rate_rps=10.0, input_tokens=1000, output_tokens=100)
+    assert compute_needs(view(traffic=traffic)) == pytest.approx(
+        (1.0, 1000 * 0.05 / (40_000 / 1050)), rel=0.02
+    )
 
 
 def test_dynamo_like_moves_one_instance_by_load_and_many_by_forecast() -> None:
@@ -85,8 +87,8 @@ def test_dynamo_like_moves_one_instance_by_load_and_many_by_forecast() -> None:
     assert planner.plan(view(itl_s=0.06))[0] == 3
     assert planner.plan(view(queued_s=2.0, itl_s=0.06))[0] == 4, "both are overloaded"
     assert planner.plan(view(queued_s=2.0, tokens=50_000))[0] == 4, "decode could not spare one"
-    prompts = Demand(rate_rps=50.0, input_tokens=1000, output_tokens=2)
-    assert planner.plan(view(now_s=200.0, demand=prompts))[0] == 7
+    prompts = RecentTraffic(rate_rps=50.0, input_tokens=1000, output_tokens=2)
+    assert planner.plan(view(now_s=200.0, traffic=prompts))[0] == 7
 
 
 def test_narwhal_like_moves_to_a_better_neighbour_when_it_is_confirmed() -> None:

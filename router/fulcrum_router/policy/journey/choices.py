@@ -23,7 +23,7 @@ from fulcrum_router.policy.journey.protocols import NIXL_PULL, find_protocol
 from fulcrum_router.policy.journey.record import RequestRecord
 from fulcrum_router.policy.journey.states import Action, LocalPrefillReason, State, StopReason
 from fulcrum_router.policy.prediction import predict_ttft
-from fulcrum_router.policy.waiting_room import Departure
+from fulcrum_router.policy.waiting_room import LeaveResult
 
 MAX_ATTEMPTS = 3
 """Instances tried for one phase of a request."""
@@ -305,20 +305,20 @@ class JourneyChoices(RequestRecord[V]):
         """See `waiting_room.Waiter`."""
         return bool(self._failed_prefill) or self._no_prefill_leg is not None
 
-    def try_to_leave(self, now_s: float, *, late: bool) -> Departure:
+    def try_to_leave(self, now_s: float, *, late: bool) -> LeaveResult:
         """See `waiting_room.Waiter`."""
         context = self._context
         exclude = self._failed_prefill + context.pairs.broken_prefill_instances
         able, full = self._list_able(now_s, exclude)
         if full and len(full) == len(able):
-            return Departure.BLOCKED
+            return LeaveResult.BLOCKED
         if not late and not self._can_be_in_time(now_s, exclude + full, able):
-            return Departure.LATE
+            return LeaveResult.LATE
         context.waiting_room.leave(self)
         action = self._seek_prefill(now_s, NO_FLIP_PROPOSALS)
         if self.on_moved is not None:
             self.on_moved(action)
-        return Departure.LEFT
+        return LeaveResult.LEFT
 
     def _can_be_in_time(self, now_s: float, exclude: tuple[str, ...], able: list[V]) -> bool:
         context, work = self._context, self.work
@@ -340,7 +340,10 @@ class JourneyChoices(RequestRecord[V]):
 
     def _ask_for_flip(self, now_s: float, proposal: FlipProposal) -> Action:
         self.proposal, self.state = proposal, _FLIP_REQUESTED
-        self._asked_at_s, self.wait_until_s = now_s, self._context.flip_waits.end_s(proposal.role, now_s)
+        self._asked_at_s, self.wait_until_s = (
+            now_s,
+            self._context.flip_waits.wait_until_s(proposal.role, now_s),
+        )
         return Action.ASK_FOR_FLIP
 
     def _leave_flip_wait(self, now_s: float) -> Action:

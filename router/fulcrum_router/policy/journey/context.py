@@ -1,6 +1,7 @@
-"""What all journeys of one router share: fleet, pairs, flip rules, retry budget, waiting room.
+"""What all journeys of one router share: fleet, transfer pairs, transfer protocols, demand, flip rules, flip
+waits, retry budget, waiting room, deaths of engines, and which instances have shed a request.
 
-The shell keeps it up to date; a journey reads it at each decision.
+The shell sets the flip rules and whether a request may wait for a flip; journeys read and write the rest.
 """
 
 import math
@@ -63,8 +64,8 @@ class FlipWaits:
         """Whether the autoscaler acts on flip requests (mode Auto)."""
         self._until_s: dict[Role, float] = {}
 
-    def end_s(self, role: Role, now_s: float) -> float:
-        """The time until which a request that asks for a flip to `role` waits; `now_s`: it does not wait."""
+    def wait_until_s(self, role: Role, now_s: float) -> float:
+        """Return until when a request that asks for a flip to `role` waits; `now_s` if it must not wait."""
         if not self.enabled or now_s < self._until_s.get(role, -math.inf):
             return now_s
         return now_s + FLIP_WAIT_S

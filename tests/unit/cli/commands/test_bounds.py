@@ -35,13 +35,13 @@ def test_the_table_names_the_workload_each_bound_and_the_lowest(bounds: Bounds) 
 50 requests (Fulcrum layout), 1.02 a second as recorded; 2 × laptop
 90 % within TTFT 3.00 s and TPOT 100 ms
 
-BOUND                  REQUESTS/S   WHAT LIMITS
-fluid work             3.4          all requests served: the work fits the instances
-fluid work, lightest   3.77         the heaviest requests dropped: the work of the others fits
-prefill burst          14.2         bursts of prompts, each within the TTFT objective
-decode burst           none         bursts of output, each within both objectives
-FCFS prefill           9.97         no bound: prompts first come, first served on all instances, no decode
-FCFS, late refused     11.1         no bound: the same, prompts that would be late are refused
+RATE OF              REQUESTS/S   WHAT LIMITS
+fluid work           3.4          all requests served: the work fits the instances
+heaviest dropped     3.77         the heaviest requests refused: the work of the others fits the instances
+prefill burst        14.2         bursts of prompts, each within the TTFT objective
+decode burst         no limit     bursts of output, each within both objectives
+FCFS prefill         9.97         no bound: prompts first come, first served on all instances, no decode
+FCFS, late refused   11.1         no bound: the same, prompts that would be late are refused
 
 highest rate if all are served: 3.4; if some may be refused: 3.77
 """,

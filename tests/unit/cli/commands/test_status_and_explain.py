@@ -77,7 +77,7 @@ def test_explain_lists_decisions_of_person_operator_and_autoscaler() -> None:
         "chat-0": RoleAssignment(role=Role.PREFILL, since=since - 60, by=Actor.OPERATOR, reason="new"),
         "chat-1": RoleAssignment(role=Role.PREFILL, since=since - 60, by=Actor.OPERATOR, reason="new"),
         "chat-2": RoleAssignment(role=Role.DECODE, since=since + 60, by=Actor.PERSON, reason="by command"),
-        "chat-3": RoleAssignment(role=Role.DECODE, since=since, by=Actor.AUTOSCALER, reason="in the journal"),
+        "chat-3": RoleAssignment(role=Role.DECODE, since=since, by=Actor.AUTOSCALER, reason="in the history"),
     }
     spec = PDAssignmentSpec(service="chat", roles=entries)
     given = decisions_from_assignment(PDAssignment(metadata=ObjectMeta(name="chat"), spec=spec), [FLIP])

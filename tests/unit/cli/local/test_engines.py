@@ -78,7 +78,7 @@ def test_each_engine_starts_from_the_environment_on_its_own_ports(environment: P
     assert [spec.command[1:6] for spec in specs] == [
         (
             "-m",
-            "fulcrum_cli.local.die_with_parent",
+            "fulcrum_cli.local.exec_with_parent",
             f"{environment}/bin/vllm",
             "serve",
             f"{environment}/tiny-model",

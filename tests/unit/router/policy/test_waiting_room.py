@@ -20,7 +20,7 @@ from fulcrum_router.policy.journey.context import SHED_BACKOFF_S
 from fulcrum_router.policy.ledger import Ledger
 from fulcrum_router.policy.token_counters import MAX_IDLE_TENANTS
 from fulcrum_router.policy.waiting_lines import AGEING_FACTOR
-from fulcrum_router.policy.waiting_room import LATE_EVERY, Departure, WaitingRoom
+from fulcrum_router.policy.waiting_room import LATE_EVERY, LeaveResult, WaitingRoom
 from tests.unit.router.builders import SLO, FakeFleet, FakeInstance, instance, work
 
 
@@ -38,16 +38,16 @@ class FakeWaiter:
     priority: int = 0
     tenant: str = ""
 
-    def try_to_leave(self, now_s: float, *, late: bool) -> Departure:
+    def try_to_leave(self, now_s: float, *, late: bool) -> LeaveResult:
         if not self.fits or not self.places[0]:
-            return Departure.BLOCKED
+            return LeaveResult.BLOCKED
         if not late and now_s > self.deadline_s:
-            return Departure.LATE
+            return LeaveResult.LATE
         self.places[0] -= 1
         self.left.append(self.arrival_s)
         self.room.leave(self)
         self.room.charge(priority=self.priority, tenant=self.tenant, prompt_tokens=10, output_tokens=0)
-        return Departure.LEFT
+        return LeaveResult.LEFT
 
 
 @dataclass
