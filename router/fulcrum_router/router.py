@@ -11,7 +11,7 @@ import time
 
 import structlog
 
-from fulcrum_core.values import AutoscalingMode, FlipPolicy
+from fulcrum_core.values import AutoscalingMode, FlipPolicy, Role
 from fulcrum_router.access.api_keys import ApiKeys
 from fulcrum_router.access.callers import CallerRules
 from fulcrum_router.counters import PREFILL, Counters
@@ -20,7 +20,7 @@ from fulcrum_router.fleet.instances import Fleet, Instance
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.limits import make_request_memory
 from fulcrum_router.policy import FlipProposal, FlipProposalRules, TokensPerByte, TransferPairs, TtftErrors
-from fulcrum_router.policy.blame import Blame, find_blame, is_sickness
+from fulcrum_router.policy.blame import Blame, find_blame, is_rejection, is_sickness
 from fulcrum_router.policy.journey import JourneyContext
 from fulcrum_router.policy.learned_models import (
     PoolModels,
@@ -144,11 +144,23 @@ class Router:
         self.counters.legs[phase, "ok"] += 1
         health = instance.health
         health.answered += 1
-        if health.failures or health.error_share:
+        if health.failures or health.error_share or health.rejections:
             readmitted = health.record_success()
             instance.update_error_share()
             if readmitted:
                 instance.update_serving()
+
+    def record_rejection(self, instance: Instance, phase: str) -> None:
+        """Count a leg that the engine rejected with 4xx: no success of its, and no failure."""
+        self.counters.legs[phase, "ok"] += 1
+        instance.health.answered += 1
+        instance.health.rejections += 1
+
+    def doubts_rejection(self, instance: Instance) -> bool:
+        """Whether to ask another engine about a request that this one rejects."""
+        candidates = self.fleet.candidates
+        peers = candidates.prefill if instance.role is Role.PREFILL else candidates.decode
+        return len(peers) > 1 and instance.health.doubts_rejection(time.monotonic())
 
     def record_leg_failure(self, instance: Instance, phase: str, failed: LegFailed) -> None:
         """Count a failed leg, and eject the instance if it is gone or has failed too often."""
@@ -165,10 +177,15 @@ class Router:
         instance.update_error_share()
 
     def record_unexplained_failure(self, instance: Instance, phase: str, failed: LegFailed) -> None:
-        """Count a failed leg of which engine or request may be the cause: dispatch prefers others for now."""
+        """Count a failed leg of which engine or request may be the cause: dispatch prefers others for now.
+
+        After a 4xx dispatch does not: most are the client's.
+        """
         self.counters.legs[phase, failed.failure] += 1
         if phase == PREFILL:
             instance.discard_prefill_samples()
+        if is_rejection(failed.failure, failed.status):
+            return
         instance.health.record_error()
         instance.update_error_share()
 

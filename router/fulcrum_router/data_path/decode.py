@@ -24,7 +24,8 @@ from fulcrum_router.policy.journey import Action
 from fulcrum_router.policy.whole_response import CONTEXT_TOKENS, compute_deadline_s
 from fulcrum_router.router import make_cache_salt
 
-_OK, _INVALID = RequestOutcome.OK, RequestOutcome.INVALID  # an attribute of an enum is slow to read
+# An attribute of an enum is slow to read.
+_OK, _INVALID, _BROKEN = RequestOutcome.OK, RequestOutcome.INVALID, RequestOutcome.BROKEN
 
 
 class DecodeLeg:
@@ -155,6 +156,10 @@ class DecodeLeg:
         request.body.forget_prompt()
         request.journey.first_byte(now_s)
 
+    def doubts_rejection(self) -> bool:
+        """See `LegOutcomes.doubts_rejection`."""
+        return self._request.legs.doubts_rejection(self._instance)
+
     def start_lease_check(self) -> None:
         """Query the source instances for expired transfers; the response is withheld until then."""
         if self.response is not None:
@@ -194,7 +199,10 @@ class DecodeLeg:
         assert response is not None
         head = response.head
         assert head is not None
-        request.legs.record_success(self._instance, DECODE)
+        if head.status < 400:
+            request.legs.record_success(self._instance, DECODE)
+        else:
+            request.legs.record_rejection(self._instance, DECODE)
         if transfer is not None and head.status == 200:
             transfer.usage = response.usage
             time_to_first_byte_s = response.first_byte_at_s - response.sent_s if response.streaming else None
@@ -205,7 +213,9 @@ class DecodeLeg:
             router.counters.local_prefills[journey.local_prefill_reason] += 1
         if head.length == UNTIL_CLOSE:
             request.keep_alive = False
-        request.outcome = _INVALID if head.status >= 400 or response.error_status else _OK
+        request.outcome = _OK
+        if head.status >= 400 or response.error_status:
+            request.outcome = _BROKEN if response.broke_off else _INVALID
         return journey.decode_ended(time.monotonic(), output_tokens=self._read_output_tokens(response))
 
     def _read_output_tokens(self, response: DecodeResponse) -> int | None:

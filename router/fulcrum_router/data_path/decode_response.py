@@ -73,6 +73,9 @@ class ResponseObserver(Protocol):
     def record_first_byte(self, now_s: float) -> None:
         """The first byte is sent to the client."""
 
+    def doubts_rejection(self) -> bool:
+        """Whether a 4xx of the engine fails the leg, so that another engine is asked."""
+
     def start_lease_check(self) -> None:
         """The response is withheld: have `check_kv_leases` run."""
 
@@ -92,6 +95,7 @@ class DecodeResponse(Completion[None]):
         "_strips_usage",
         "_tail",
         "_withheld",
+        "broke_off",
         "cache_salt",
         "connection",
         "downstream",
@@ -147,6 +151,8 @@ class DecodeResponse(Completion[None]):
         """When the first byte was sent to the client."""
         self.error_status = 0
         """4xx of an error that the engine sent in a response with status 200; 0: none."""
+        self.broke_off = False
+        """Whether that error came after a token."""
         self.events = 0
         """Events of the stream that were sent to the client."""
         self._chunks = _NO_CHUNKS
@@ -233,6 +239,7 @@ class DecodeResponse(Completion[None]):
         status = read_error_status(data[position:])
         if status < 500:
             self.error_status = status
+            self.broke_off = self.state is _SENDING or not has_no_token(data[:position])
             return True
         if self.state is _SENDING:
             start = data.rfind(_EVENT_AND_CHUNK_END, 0, position)
@@ -385,7 +392,7 @@ class DecodeResponse(Completion[None]):
         self.head = head
         if (
             head.is_event_stream
-            or head.status >= 500
+            or head.status >= 400
             or ABORT in content
             or content.startswith(ERROR_BODY)
             or self._needs_lease_check()
@@ -402,7 +409,7 @@ class DecodeResponse(Completion[None]):
         """The failure that a complete response amounts to; None if it can be sent to the client."""
         head = self.head
         assert head is not None
-        if head.status >= 500:
+        if head.status >= 500 or (head.status >= 400 and self._observer.doubts_rejection()):
             return LegFailed(Failure.STATUS, f"the engine returned status {head.status}", status=head.status)
         if self.streaming:
             return LegFailed(Failure.CLOSED, "the engine ended the stream before its first token")

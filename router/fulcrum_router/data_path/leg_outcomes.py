@@ -2,11 +2,14 @@
 
 A request that engines answer with 5xx could otherwise eject one after another: the same 5xx from a second
 engine is the request's fault. Until another engine has answered, dispatch only prefers other instances.
+
+A 4xx goes to the client. But an engine that rejects everything is always free, and so would get everything:
+about a request that such an engine rejects another engine is asked, now and then.
 """
 
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1.failures import LegFailed
-from fulcrum_router.policy.blame import Blame, is_ambiguous
+from fulcrum_router.policy.blame import Blame, is_ambiguous, is_rejection
 from fulcrum_router.router import Router
 
 
@@ -30,9 +33,18 @@ class LegOutcomes:
                 if suspect is not instance:
                     router.blame_engine(suspect, failed_phase, failed)
 
+    def doubts_rejection(self, instance: Instance) -> bool:
+        """Whether to fail a leg that `instance` rejects, so that another engine is asked; at most one is."""
+        return self._suspects is None and self._router.doubts_rejection(instance)
+
+    def record_rejection(self, instance: Instance, phase: str) -> None:
+        """Count a leg that was rejected, and whose response goes to the client."""
+        self._router.record_rejection(instance, phase)
+
     def record_failure(self, instance: Instance, phase: str, failed: LegFailed) -> None:
         """Count a failed leg."""
-        if not is_ambiguous(failed.failure, failed.status):
+        failure, status = failed.failure, failed.status
+        if not is_ambiguous(failure, status) and not is_rejection(failure, status):
             self._router.record_leg_failure(instance, phase, failed)
             return
         self._router.record_unexplained_failure(instance, phase, failed)
@@ -43,7 +55,8 @@ class LegOutcomes:
     def close(self) -> None:
         """Count the failures that no other engine explained: those of several engines are the client's."""
         if self._suspects is not None:
-            blame = Blame.CLIENT if len(self._suspects) > 1 else Blame.ENGINE
-            for _, phase, _ in self._suspects:
+            several = len(self._suspects) > 1
+            for _, phase, failed in self._suspects:
+                blame = Blame.CLIENT if several or failed.status < 500 else Blame.ENGINE
                 self._router.counters.leg_failures[phase, blame] += 1
             self._suspects = None

@@ -130,7 +130,10 @@ class PrefillLeg:
         """Fail the leg after a 5xx; forward any other status, since the client's request caused it."""
         if status >= 500:
             raise LegFailed(Failure.STATUS, f"the engine returned status {status}", status=status)
-        self._request.legs.record_success(self._instance, PREFILL)
+        legs = self._request.legs
+        if legs.doubts_rejection(self._instance):
+            raise LegFailed(Failure.STATUS, f"the engine returned status {status}", status=status)
+        legs.record_rejection(self._instance, PREFILL)
         self._request.journey.prefill_rejected(time.monotonic())
         chunked = head.length == CHUNKED
         response = (

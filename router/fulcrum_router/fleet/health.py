@@ -20,6 +20,10 @@ FORGIVE_AFTER_S = 60.0
 """Time without an ejection after which one ejection is forgotten."""
 SAME_END_S = 0.1
 """Connections that an engine closes at most this far apart are closed for one reason."""
+MAX_REJECTIONS = 3
+"""Requests rejected with 4xx in a row, after which another engine is asked about the next one."""
+DOUBT_INTERVAL_S = 0.25
+"""Shortest time between two requests that another engine is asked about."""
 _ERROR_WEIGHT = 0.1
 """Weight of one leg in `error_share`."""
 _ERROR_DECAY = 0.8
@@ -33,6 +37,7 @@ class Health:
     __slots__ = (
         "_backoff_s",
         "_closed_at_s",
+        "_doubt_at_s",
         "_ejected_until_s",
         "_ejections",
         "_forgive_at_s",
@@ -43,6 +48,7 @@ class Health:
         "failures",
         "judged",
         "probe_at_s",
+        "rejections",
         "unresponsive_since_s",
     )
 
@@ -51,6 +57,9 @@ class Health:
         """Consecutive failures."""
         self.answered = self.failed = 0
         """Legs since the last judgement of outliers."""
+        self.rejections = 0
+        """Requests in a row that the engine rejected with 4xx."""
+        self._doubt_at_s = -math.inf
         self.error_share = 0.0
         """Recent share of failed legs, load included: dispatch prefers instances without."""
         self.ejected = self.judged = False
@@ -66,6 +75,13 @@ class Health:
     def record_error(self) -> None:
         """Count a failed leg that is no evidence of sickness: dispatch prefers others for a while."""
         self.error_share += _ERROR_WEIGHT * (1.0 - self.error_share)
+
+    def doubts_rejection(self, now_s: float) -> bool:
+        """Whether to ask another engine about a request that this one rejects: it rejects all of them."""
+        if self.rejections < MAX_REJECTIONS or now_s < self._doubt_at_s:
+            return False
+        self._doubt_at_s = now_s + DOUBT_INTERVAL_S
+        return True
 
     def record_failure(self, *, now_s: float, unresponsive: bool = False, closed: bool = False) -> bool:
         """Count a failure; return whether it is one too many.
@@ -112,7 +128,7 @@ class Health:
 
         An instance that was ejected by judgement is readmitted by a probe only, after its time.
         """
-        self.failures = 0
+        self.failures = self.rejections = 0
         self.error_share = _drop_tiny((1.0 - _ERROR_WEIGHT) * self.error_share)
         self.unresponsive_since_s = None
         if not self.ejected or self.judged:
@@ -125,7 +141,7 @@ class Health:
         self.unresponsive_since_s = None
         if not self.ejected or (self.judged and now_s < self._ejected_until_s):
             return False
-        self.failures = self.answered = self.failed = 0
+        self.failures = self.answered = self.failed = self.rejections = 0
         self.error_share = 0.0
         self.ejected = self.judged = False
         return True

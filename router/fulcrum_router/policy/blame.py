@@ -64,6 +64,11 @@ def is_sickness(failure: Failure, blame: Blame) -> bool:
     return blame in (Blame.ENGINE, Blame.NETWORK) and failure not in _CONSEQUENCES
 
 
+def is_rejection(failure: Failure, status: int) -> bool:
+    """Whether the engine rejected the request: a 4xx that sheds no load."""
+    return failure is Failure.STATUS and 400 <= status < 500 and status not in SHED_STATUSES
+
+
 def is_ambiguous(failure: Failure, status: int) -> bool:
     """Whether engine or request may have caused the failure: a 5xx that sheds no load.
 

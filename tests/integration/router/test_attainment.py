@@ -144,6 +144,30 @@ async def test_output_lengths_are_learned_from_the_usage(
         assert world.router.journeys.demand.lengths.predict("another", 1) == learned
 
 
+async def send_error_event(response: ResponseWriter) -> None:
+    await response.event(json.dumps({"error": {"message": "no", "code": 400}}))
+    await response.event("[DONE]")
+    await response.raw(b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "outcome"),
+    [
+        pytest.param(0, "invalid", id="before the first token the request is rejected"),
+        pytest.param(2, "broken", id="after it the response is broken"),
+    ],
+)
+async def test_an_error_event_with_status_400(
+    client: aiohttp.ClientSession, tokens: int, outcome: str
+) -> None:
+    engine = FakeEngine("d1", decode=stream_tokens_then(tokens, send_error_event))
+    async with run_router(FakeEngine("p1"), engine) as world:
+        async with client.post(world.url(), json=PROMPT | {"stream": True}) as response:
+            assert b'"code": 400' in await response.read()
+        await wait_until(world.ledgers_are_empty, "the request has ended")
+        assert find_outcomes(world) == {outcome: 1}
+
+
 @pytest.mark.parametrize(
     ("slo", "fields", "decode", "outcome"),
     [

@@ -1,11 +1,13 @@
 """What ejects an instance: sickness does, load and clients do not, and never all of a role."""
 
 import time
+from collections.abc import Awaitable
 
 import aiohttp
 import pytest
 
-from fulcrum_core.latency import PrefillModel
+from fulcrum_core.latency import DecodeModel, PrefillModel
+from fulcrum_router.fleet.health import MAX_REJECTIONS
 from fulcrum_router.observe.outliers import ERROR_RATE, INTERVAL_S, OutlierDetector
 from tests.integration.router.fake_engines import (
     DEADLINE_S,
@@ -134,3 +136,40 @@ async def test_an_engine_that_fails_every_second_leg_is_ejected_as_an_outlier(
         assert (p1.serving, p2.serving, router.counters.ejections) == (False, True, {ERROR_RATE: 1})
         assert await post(client, world, 3) == [200] * 3
         assert failing.prefills == []
+
+
+def reject_all(response: ResponseWriter) -> Awaitable[None]:
+    return respond_with_status(404)(response)
+
+
+@pytest.mark.parametrize("sick", ["p1", "d1"])
+async def test_an_engine_that_rejects_what_others_serve_is_ejected(
+    client: aiohttp.ClientSession, sick: str
+) -> None:
+    """It answers at once and is always free, so that it would get every request."""
+    names = ("p1", "p2", "d1", "d2")
+    engines = [FakeEngine(n, reject_all, reject_all) if n == sick else FakeEngine(n) for n in names]
+    async with run_router(*engines) as world:
+        sick_instance, peer = world.router.fleet[sick], world.router.fleet[sick[0] + "2"]
+        statuses, deadline_s = [], time.monotonic() + DEADLINE_S
+        while sick_instance.serving and time.monotonic() < deadline_s:
+            sick_instance.health.error_share = sick_instance.error_share = 0.0  # as after some seconds
+            peer.prefill_model = PrefillModel(c0=DEADLINE_S, c1=0.0, c2=0.0)
+            peer.decode_model = DecodeModel(intercept=DEADLINE_S, slope=0.0)
+            statuses += await post(client, world, 1)
+        assert (statuses[:MAX_REJECTIONS], statuses.count(200)) == ([404] * MAX_REJECTIONS, 3)
+        assert dict(world.router.counters.ejections) == {"status": 1}
+
+
+async def test_requests_that_all_engines_reject_eject_none_and_reach_two_engines_now_and_then(
+    client: aiohttp.ClientSession,
+) -> None:
+    engines = [FakeEngine(name, reject_all, reject_all) for name in ("p1", "p2", "d1", "d2")]
+    async with run_router(*engines) as world:
+        assert await post(client, world, 50) == [404] * 50
+        counters, fleet = world.router.counters, world.router.fleet
+        legs = sum(len(world[name].requests) for name in ("p1", "p2"))
+        assert 50 < legs < 60
+        assert ({i.error_share for i in fleet.instances}, dict(counters.ejections)) == ({0.0}, {})
+        assert {blame for _, blame in counters.leg_failures} == {"client"}
+        assert world.router.journeys.retry_budget.retries == 0

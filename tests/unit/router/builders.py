@@ -91,6 +91,9 @@ class FakeLeg:
         assert now_s
         self.first_bytes += 1
 
+    def doubts_rejection(self) -> bool:
+        return False
+
     def start_lease_check(self) -> None:
         self.lease_checks += 1
 

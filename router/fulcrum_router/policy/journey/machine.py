@@ -25,7 +25,7 @@ can send the rest of the request (`delivered_tokens`); the output so far is then
 
 from fulcrum_core.api import conditions
 from fulcrum_core.values import Role
-from fulcrum_router.policy.blame import SHED_STATUSES, is_ambiguous
+from fulcrum_router.policy.blame import SHED_STATUSES, is_ambiguous, is_rejection
 from fulcrum_router.policy.dispatch import NO_FLIP_PROPOSALS
 from fulcrum_router.policy.failures import Failure
 from fulcrum_router.policy.journey.choices import MAX_ATTEMPTS, JourneyChoices
@@ -201,7 +201,8 @@ class Journey(JourneyChoices[V]):
             stop = StopReason.ATTEMPTS if self._decode_attempts >= MAX_ATTEMPTS else None
             return self._retry_after_abort(now_s, stop)
         self._failed_decode += (instance.name,)
-        if failure is Failure.STATUS and self.has_kv:  # an engine that cannot fetch the KV answers 5xx
+        # An engine that cannot fetch the KV answers 5xx.
+        if failure is Failure.STATUS and self.has_kv and not is_rejection(failure, status):
             self._record_miss(instance, now_s, conditions.RECOMPUTED)
         if started:
             self._drop_kv()  # transfer parameters are used once
@@ -253,6 +254,8 @@ class Journey(JourneyChoices[V]):
             return self._suspect_all(now_s) if self._all_fail(instance) else self._suspect(now_s)
         if failure is Failure.TOO_LONG:
             return StopReason.TOO_LONG
+        if is_rejection(failure, status):
+            return None  # `Health.doubts_rejection` limits how often another engine is asked
         if failure in _CHARGED and not context.retry_budget.take_retry(now_s):
             return StopReason.RETRY_BUDGET
         return None
