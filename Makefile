@@ -71,10 +71,11 @@ check-simulation: .venv/.dev
 check-unit-tests: .venv/.dev
 	@tools/test unit -q $(unit_tests)
 
-generate: .venv/.dev ## rewrite generated files: crds/, CRDs and table of values in the chart, docs/reference/
+generate: .venv/.dev ## rewrite generated files: crds/, CRDs, dashboards and table of values in the chart, docs/reference/
 	$(bin)/python -m fulcrum_core.api.crds crds
 	$(bin)/python tools/generate_chart.py crds helm/fulcrum
 	$(bin)/python -m tools.reference docs/reference
+	$(bin)/python -m tools.dashboards helm/fulcrum/dashboards
 
 verify: .venv/.dev ## fail if `make generate` would change a file, or the documentation has a warning or a dead link
 	tools/verify

@@ -63,6 +63,7 @@ ALL_VALUES_CHANGED: dict[str, Any] = {
 }
 """Each value differs from its default."""
 
+COMPONENT = "app.kubernetes.io/component"
 Golden = Callable[[str, str], None]
 
 
@@ -123,6 +124,26 @@ def test_extra_objects_are_part_of_the_release(render: Renderer) -> None:
 def test_the_prometheus_rule_holds_the_rules_file(render: Renderer) -> None:
     made = render(monitoring={"rules": True}).find("PrometheusRule", "fulcrum")
     assert made["spec"] == yaml.safe_load((CHART / "rules" / "fulcrum.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("dashboards", "kinds", "labels"),
+    [
+        pytest.param("ConfigMaps", ["ConfigMap"], {"grafana_dashboard": "1"}, id="for the sidecar"),
+        pytest.param("GrafanaDashboards", ["ConfigMap", "GrafanaDashboard"], {}, id="for the operator"),
+    ],
+)
+def test_boards_are_the_files_of_the_chart(
+    render: Renderer, dashboards: str, kinds: list[str], labels: dict[str, str]
+) -> None:
+    made = render(monitoring={"dashboards": dashboards}).objects
+    boards = [each for each in made if each["metadata"]["labels"].get(COMPONENT) == "monitoring"]
+    maps = [each for each in boards if each["kind"] == "ConfigMap"]
+    data = {name: text for each in maps for name, text in each["data"].items()}
+    files = (CHART / "dashboards").glob("*.json")
+    assert data == {file.name: file.read_text(encoding="utf-8") for file in files}
+    assert sorted({each["kind"] for each in boards}) == kinds
+    assert all(labels.items() <= each["metadata"]["labels"].items() for each in maps)
 
 
 def test_default_images_and_the_hub_are_set_once_for_all_services(render: Renderer) -> None:

@@ -1,0 +1,207 @@
+"""A real Prometheus scrapes a local service: every query of every board gets data, every rule works."""
+
+import json
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from aiohttp import web
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from fulcrum_cli.local.engines import find_free_ports
+from fulcrum_cli.local.program_commands import ProgramCommands, router_command
+from fulcrum_cli.local.run import LocalRun, LocalRunOptions, run_local
+from fulcrum_cluster.clock import SystemClock
+from fulcrum_core.api import PDInstance, PDService
+from fulcrum_core.api.manifest import load_manifest
+from fulcrum_core.values import Slo
+from fulcrum_operator.controller.cache import ObjectCache
+from fulcrum_operator.controller.metrics import Metrics
+from fulcrum_operator.controller.service_metrics import ServiceCollector
+from fulcrum_simulator.client import LoadGenerator, LoadTarget
+from fulcrum_simulator.workload import WorkloadRequest
+from tests.conftest import RecordMeasurement
+from tests.kubernetes.monitoring.promtool import require_program
+from tests.paths import EXAMPLES, ROOT
+from tests.waiting import wait_until
+
+RULES = ROOT / "helm" / "fulcrum" / "rules" / "fulcrum.yaml"
+BOARDS = sorted((ROOT / "helm" / "fulcrum" / "dashboards").glob("*.json"))
+RIGHTLY_EMPTY = {
+    "Refused and stopped": "no request was refused",
+    "Local prefills": "no prefill failed",
+    "Failed legs": "no leg failed",
+    "Flip requests of the router": "every request may be within its SLO",
+    "Flips": "every split may be right",
+    "Failed background tasks": "none failed",
+}
+"""Panels of a service without failures that may have no data, and why."""
+REQUESTS, REQUESTS_PER_S, DEADLINE_S = 120, 8, 60.0
+
+
+def list_queries() -> list[tuple[str, str, str]]:
+    """Board, panel and expression of each query, with the values that Grafana would put in."""
+    found = []
+    for file in BOARDS:
+        board = json.loads(file.read_text(encoding="utf-8"))
+        for panel in board["panels"]:
+            for target in panel.get("targets", ()):
+                expr = target["expr"].replace("$__rate_interval", "10s")
+                expr = expr.replace("$namespace", "default").replace("$service", "play")
+                found.append((file.stem, panel["title"], expr))
+    return found
+
+
+def list_engine_targets(instances: tuple[PDInstance, ...]) -> list[dict[str, Any]]:
+    return [
+        {
+            "targets": [instance.status.endpoint],
+            "labels": {
+                "namespace": "default",
+                "service": "play",
+                "instance": instance.metadata.name,
+                "role": (instance.status.role or "").lower(),
+            },
+        }
+        for instance in instances
+    ]
+
+
+@contextmanager
+def run_prometheus(folder: Path, jobs: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
+    """Run Prometheus with the rules and these static targets; yields its URL."""
+    (port,) = find_free_ports("127.0.0.1", 1)
+    scrapes = [
+        {"job_name": name, "honor_labels": True, "static_configs": targets} for name, targets in jobs.items()
+    ]
+    config = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": [str(RULES)],
+        "scrape_configs": scrapes,
+    }
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    command = [
+        require_program("prometheus"),
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+        "--log.level=warn",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.communicate()
+
+
+@asynccontextmanager
+async def serve_operator_metrics(run: LocalRun) -> AsyncIterator[str]:
+    """Serve the metrics that a leader would have of the run's objects; yields host:port."""
+    cache, metrics = ObjectCache(lambda _: None), Metrics()
+    metrics.registry.register(ServiceCollector(cache, SystemClock()))
+    metrics.leader.set(1)
+    metrics.reconciles.labels("ok").inc()
+
+    async def serve(_: web.Request) -> web.Response:
+        for kind in (PDService, PDInstance):
+            for obj in (await run.store.list(kind, namespace="default")).items:
+                cache.put_resource(obj)
+        metrics.reconcile_seconds.observe(0.01)
+        return web.Response(
+            body=generate_latest(metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST}
+        )
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", serve)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        yield "{}:{}".format(*runner.addresses[0])
+    finally:
+        await runner.cleanup()
+
+
+async def count_series(client: httpx.AsyncClient, url: str, expr: str) -> int:
+    """Number of series with which Prometheus answers a query over the last minute."""
+    now_s = time.time()
+    params: dict[str, str | float] = {"query": expr, "start": now_s - 60, "end": now_s, "step": 1}
+    response = (await client.get(f"{url}/api/v1/query_range", params=params)).json()
+    assert response["status"] == "success", f"{expr}: {response.get('error')}"
+    return len(response["data"]["result"])
+
+
+async def find_empty_queries(client: httpx.AsyncClient, url: str) -> list[tuple[str, str, str]]:
+    counts = [(query, await count_series(client, url, query[2])) for query in list_queries()]
+    return [query for query, count in counts if not count and query[1] not in RIGHTLY_EMPTY]
+
+
+async def list_rule_health(client: httpx.AsyncClient, url: str) -> list[tuple[str, str]]:
+    """Name and health of each rule that was evaluated."""
+    groups = (await client.get(f"{url}/api/v1/rules")).json()["data"]["groups"]
+    return [(rule["name"], rule["health"]) for group in groups for rule in group["rules"]]
+
+
+async def test_every_query_gets_data_and_every_rule_is_evaluated(
+    tmp_path: Path, record_measurement: RecordMeasurement
+) -> None:
+    require_program("prometheus")
+    objects = load_manifest((EXAMPLES / "play.yaml").read_text(), source="play.yaml")
+    (metrics_port,) = find_free_ports("127.0.0.1", 1)
+    commands = ProgramCommands(
+        router=lambda options, ports: router_command(options, {**ports, "metrics_port": metrics_port})
+    )
+    labels = {"namespace": "default", "service": "play"}
+    async with (
+        run_local(objects, LocalRunOptions(port=0), commands=commands) as run,
+        serve_operator_metrics(run) as operator,
+        httpx.AsyncClient(trust_env=False, timeout=20.0) as client,
+    ):
+        instances = await run.wait_serving()
+        jobs: dict[str, list[dict[str, Any]]] = {
+            "router": [{"targets": [f"127.0.0.1:{metrics_port}"], "labels": labels}],
+            "autoscaler": [{"targets": [run.info.autoscaler_url.removeprefix("http://")]}],
+            "operator": [{"targets": [operator], "labels": {"namespace": "fulcrum-system"}}],
+            "engines": list_engine_targets(instances),
+        }
+        with run_prometheus(tmp_path, jobs) as url:
+            await send_load(run)
+            empty: list[tuple[str, str, str]] = []
+
+            async def has_data() -> bool:
+                empty[:] = await find_empty_queries(client, url)
+                return not empty
+
+            with suppress(TimeoutError):
+                await wait_until(has_data, timeout_s=DEADLINE_S, interval_s=1.0)
+            health = await list_rule_health(client, url)
+    assert (empty, {state for _, state in health}) == ([], {"ok"})
+    record_measurement(f"{len(list_queries())} queries of {len(BOARDS)} boards, {len(health)} rules")
+
+
+async def send_load(run: LocalRun) -> None:
+    """Send streams and whole responses to the service for some seconds."""
+    host, port = run.info.router_url.removeprefix("http://").split(":")
+    target = LoadTarget(host=host, port=int(port), model="laptop-1b", chat_share=0.5)
+    load = LoadGenerator(target, slo=Slo(60.0, 60.0), seed=1)
+    await load.send([WorkloadRequest(number / REQUESTS_PER_S, 200, 20) for number in range(REQUESTS)])
+    await load.finish(timeout_s=DEADLINE_S)
+
+
+def test_each_panel_says_what_to_do() -> None:
+    panels = [panel for file in BOARDS for panel in json.loads(file.read_text())["panels"]]
+    shown = [panel for panel in panels if panel["type"] != "row"]
+    assert [panel["title"] for panel in shown if len(panel.get("description", "")) < 20] == []
+
+
+@pytest.mark.parametrize("title", RIGHTLY_EMPTY)
+def test_a_panel_that_may_be_empty_exists(title: str) -> None:
+    assert title in {panel for _, panel, _ in list_queries()}

@@ -1,0 +1,1 @@
+"""Grafana dashboards as code: `python -m tools.dashboards FOLDER` writes one JSON file for each."""

@@ -1,0 +1,138 @@
+"""The pieces of all boards: queries, variables, links, and panels whose description says what to do.
+
+Everything goes by the labels `namespace` and `service`; only the file layout is checked here (by the SDK's
+types). Schema version 41.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, statetimeline, timeseries
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.common import (
+    GraphThresholdsStyleMode,
+    LegendDisplayMode,
+    LegendPlacement,
+    StackingMode,
+)
+from grafana_foundation_sdk.models.dashboard import (
+    DashboardCursorSync,
+    DashboardLinkType,
+    DataSourceRef,
+    Threshold,
+    ThresholdsMode,
+    ValueMap,
+    ValueMappingResult,
+    VariableRefresh,
+)
+
+SELECTOR = 'namespace="$namespace",service="$service"'
+RATE = "$__rate_interval"
+_SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
+_WIDTH, _HEIGHT = 12, 8
+Panel = timeseries.Panel | stat.Panel | statetimeline.Panel
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A PromQL expression and the name of its series."""
+
+    expr: str
+    legend: str = ""
+
+    def build(self, number: int) -> prometheus.Dataquery:
+        """Build the target with the letter of its number."""
+        target = prometheus.Dataquery().datasource(_SOURCE).expr(self.expr).legend_format(self.legend)
+        return target.ref_id(chr(ord("A") + number)).range()
+
+
+def quantile(share: float, metric: str, by: str = "tier") -> Query:
+    """A quantile of a histogram of the router, by a label."""
+    expr = f"histogram_quantile({share}, sum by (le, {by}) (rate({metric}_bucket{{{SELECTOR}}}[{RATE}])))"
+    return Query(expr, f"{{{{{by}}}}} p{100 * share:g}")
+
+
+def quantiles(metric: str, by: str = "tier") -> list[Query]:
+    """The quantiles p50 to p99.9."""
+    return [quantile(share, metric, by) for share in (0.5, 0.9, 0.99, 0.999)]
+
+
+def lines(
+    title: str,
+    text: str,
+    queries: Sequence[Query],
+    *,
+    unit: str = "short",
+    stacked: bool = False,
+    width: int = _WIDTH,
+    limit: float | None = None,
+) -> timeseries.Panel:
+    """A panel of lines; `text` says what to do, `limit` is drawn as a threshold."""
+    panel = timeseries.Panel().title(title).description(text).datasource(_SOURCE).unit(unit)
+    panel = panel.span(width).height(_HEIGHT).line_width(1).fill_opacity(10).axis_soft_min(0)
+    legend = common.VizLegendOptions().display_mode(LegendDisplayMode.LIST).placement(LegendPlacement.BOTTOM)
+    panel = panel.legend(legend.show_legend(True))
+    if stacked:
+        panel = panel.stacking(common.StackingConfig().mode(StackingMode.NORMAL)).fill_opacity(50)
+    if limit is not None:
+        panel = panel.thresholds(_steps(limit)).thresholds_style(
+            common.GraphThresholdsStyleConfig().mode(GraphThresholdsStyleMode.DASHED)
+        )
+    for number, query in enumerate(queries):
+        panel = panel.with_target(query.build(number))
+    return panel
+
+
+def figure(title: str, text: str, query: Query, *, unit: str = "short", width: int = 6) -> stat.Panel:
+    """A panel with one number."""
+    panel = stat.Panel().title(title).description(text).datasource(_SOURCE).unit(unit)
+    return panel.span(width).height(4).with_target(query.build(0))
+
+
+def timeline(
+    title: str, text: str, query: Query, *, names: Sequence[tuple[str, str]], width: int = 24
+) -> statetimeline.Panel:
+    """A panel with a row of states for each series; `names`: name and colour of the values 0, 1, …"""
+    options = {
+        str(value): ValueMappingResult(text=name, color=color, index=value)
+        for value, (name, color) in enumerate(names)
+    }
+    panel = statetimeline.Panel().title(title).description(text).datasource(_SOURCE)
+    panel = panel.mappings([ValueMap(options=options)])
+    return panel.span(width).height(_HEIGHT).merge_values(True).with_target(query.build(0))
+
+
+def build_board(title: str, text: str, rows: Sequence[tuple[str, Sequence[Panel]]]) -> str:
+    """Build a board with rows of panels; return its JSON. The board's uid is made of its title."""
+    board = dashboard.Dashboard(f"Fulcrum / {title}").description(text).tags(["fulcrum"])
+    board = board.uid(f"fulcrum-{title.lower().replace(' ', '-')}").refresh("30s").time("now-1h", "now")
+    board = board.tooltip(DashboardCursorSync.CROSSHAIR).link(
+        dashboard.DashboardLink("Fulcrum")
+        .type(DashboardLinkType.DASHBOARDS)
+        .tags(["fulcrum"])
+        .keep_time(True)
+        .include_vars(True)
+    )
+    board = board.with_variable(dashboard.DatasourceVariable("datasource").type("prometheus"))
+    for name, query in (
+        ("namespace", "label_values(fulcrum_router_active, namespace)"),
+        ("service", 'label_values(fulcrum_router_active{namespace="$namespace"}, service)'),
+    ):
+        board = board.with_variable(
+            dashboard.QueryVariable(name)
+            .datasource(_SOURCE)
+            .query(query)
+            .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+        )
+    for row, panels in rows:
+        board = board.with_row(dashboard.Row(row))
+        for panel in panels:
+            board = board.with_panel(panel)
+    document = json.loads(JSONEncoder().encode(board.build()))
+    return json.dumps(document, indent=2, sort_keys=True) + "\n"
+
+
+def _steps(limit: float) -> dashboard.ThresholdsConfig:
+    steps = [Threshold(value=None, color="green"), Threshold(value=limit, color="red")]
+    return dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps)
