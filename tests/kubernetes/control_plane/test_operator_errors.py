@@ -87,9 +87,8 @@ def test_a_router_that_does_not_start_is_named_in_conditions_and_events(
             return degraded(api)[0] == reason and expected in degraded(api)[1]
 
         expected = f"router {router_pods(api)[0]}: {waiting}: {message}"
-        wait_until(is_named, "the condition")
-        wait_until(lambda: api.condition("Ready")["reason"] == "RouterStarting", "the instance to serve")
-    assert api.condition("Ready")["message"] == f"waiting for the router: {expected}"
+        named = f"waiting for the router: {expected}"
+        wait_until(lambda: is_named() and api.condition("Ready")["message"] == named, "both conditions")
     wait_until(lambda: api.events()[reason].startswith("router chat-router-"), "the event")
 
 
