@@ -235,6 +235,7 @@ def _instances() -> Rows:
             "Near 1: the engine fails. All near 1: look at what the clients send.",
             [_router("instance_error_ratio", "instance")],
             unit="percentunit",
+            top=1.0,
         ),
         lines(
             "Drift of prefill predictions",
@@ -252,6 +253,7 @@ def _instances() -> Rows:
                 )
             ],
             unit="percentunit",
+            top=1.0,
         ),
         lines(
             "Waiting in engines",
@@ -383,17 +385,15 @@ def _control_plane() -> Rows:
             [Query(f"max by (phase) (fulcrum_operator_longest_phase_seconds{{{SELECTOR}}})", "{{phase}}")],
             unit="s",
         ),
-        lines(
+        timeline(
             "Conditions",
-            "1 True, 0 False, -1 Unknown. Ready and KVTransferVerified are 1 and Degraded is 0 in a "
-            "sound service.",
-            [
-                Query(
-                    f"max by (condition, reason) (fulcrum_operator_service_condition{{{SELECTOR}}})",
-                    "{{condition}}: {{reason}}",
-                )
-            ],
-            width=24,
+            "Ready and KVTransferVerified are True, Degraded is False in a sound service; docs/runbooks has a "
+            "page for each.",
+            Query(
+                f"max by (condition, reason) (fulcrum_operator_service_condition{{{SELECTOR}}}) + 1",
+                "{{condition}}: {{reason}}",
+            ),
+            names=[("Unknown", "grey"), ("False", "purple"), ("True", "blue")],
         ),
     ]
     router: list[Panel] = [
@@ -401,8 +401,8 @@ def _control_plane() -> Rows:
             "Memory of requests",
             "At the limit the router refuses bodies with a 503: raise its memory, or send smaller ones.",
             [
-                _router("request_memory_bytes", "service"),
-                _router("request_memory_max_bytes", "service"),
+                Query(f"max(fulcrum_router_request_memory_bytes{{{SELECTOR}}})", "held"),
+                Query(f"max(fulcrum_router_request_memory_max_bytes{{{SELECTOR}}})", "limit"),
             ],
             unit="bytes",
         ),

@@ -67,18 +67,21 @@ def lines(
     stacked: bool = False,
     width: int = _WIDTH,
     limit: float | None = None,
+    top: float | None = None,
 ) -> timeseries.Panel:
-    """A panel of lines; `text` says what to do, `limit` is drawn as a threshold."""
+    """A panel of lines; `text` says what to do, `limit` is a threshold, the axis reaches at least `top`."""
     panel = timeseries.Panel().title(title).description(text).datasource(_SOURCE).unit(unit)
     panel = panel.span(width).height(_HEIGHT).line_width(1).fill_opacity(10).axis_soft_min(0)
     legend = common.VizLegendOptions().display_mode(LegendDisplayMode.LIST).placement(LegendPlacement.BOTTOM)
     panel = panel.legend(legend.show_legend(True))
     if stacked:
-        panel = panel.stacking(common.StackingConfig().mode(StackingMode.NORMAL)).fill_opacity(50)
+        panel = panel.stacking(common.StackingConfig().mode(StackingMode.NORMAL)).fill_opacity(50).min(0)
     if limit is not None:
         panel = panel.thresholds(_steps(limit)).thresholds_style(
             common.GraphThresholdsStyleConfig().mode(GraphThresholdsStyleMode.DASHED)
         )
+    if top is not None:
+        panel = panel.axis_soft_max(top)
     for number, query in enumerate(queries):
         panel = panel.with_target(query.build(number))
     return panel

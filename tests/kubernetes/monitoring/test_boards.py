@@ -34,6 +34,7 @@ from tests.waiting import wait_until
 RULES = ROOT / "helm" / "fulcrum" / "rules" / "fulcrum.yaml"
 BOARDS = sorted((ROOT / "helm" / "fulcrum" / "dashboards").glob("*.json"))
 RIGHTLY_EMPTY = {
+    "Whole responses": "the load is streams",
     "Refused and stopped": "no request was refused",
     "Local prefills": "no prefill failed",
     "Failed legs": "no leg failed",
@@ -131,12 +132,13 @@ async def serve_operator_metrics(run: LocalRun) -> AsyncIterator[str]:
 
 
 async def count_series(client: httpx.AsyncClient, url: str, expr: str) -> int:
-    """Number of series with which Prometheus answers a query over the last minute."""
+    """Number of series with a value in Prometheus' answer to a query over the last minute."""
     now_s = time.time()
     params: dict[str, str | float] = {"query": expr, "start": now_s - 60, "end": now_s, "step": 1}
     response = (await client.get(f"{url}/api/v1/query_range", params=params)).json()
     assert response["status"] == "success", f"{expr}: {response.get('error')}"
-    return len(response["data"]["result"])
+    series = response["data"]["result"]
+    return sum(any(value != "NaN" for _, value in each["values"]) for each in series)
 
 
 async def find_empty_queries(client: httpx.AsyncClient, url: str) -> list[tuple[str, str, str]]:
