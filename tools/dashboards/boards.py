@@ -387,8 +387,8 @@ def _control_plane() -> Rows:
         ),
         timeline(
             "Conditions",
-            "Ready and KVTransferVerified are True, Degraded is False in a sound service; docs/runbooks has a "
-            "page for each.",
+            "Ready and KVTransferVerified are True, Degraded is False in a sound service; docs/runbooks has "
+            "a page for each.",
             Query(
                 f"max by (condition, reason) (fulcrum_operator_service_condition{{{SELECTOR}}}) + 1",
                 "{{condition}}: {{reason}}",
