@@ -96,7 +96,7 @@ def run_policy(
     return PolicyRuns(options.policy, tuple(runs))
 
 
-_NEAR = 1.1
+_NEAR = 1.05
 """First step of a search that starts where another seed's ended."""
 
 
