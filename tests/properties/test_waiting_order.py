@@ -42,6 +42,9 @@ class Request:
         hall.in_flight.append((charge, self))
         return LeaveResult.LEFT
 
+    def give_way(self) -> None:
+        self.hall.room.leave(self)
+
     @property
     def cost(self) -> float:
         """The service that the request gets."""

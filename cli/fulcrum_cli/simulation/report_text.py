@@ -19,6 +19,11 @@ def format_report(report: dict[str, Any]) -> str:
         f"  SLO attainment   {_percent(report['attainment'])} of {requests['scored']:,} offered requests "
         f"(TTFT {format_duration(slo['ttft_s'])}, TPOT {format_duration(slo['tpot_s'])}); "
         f"{_percent(report['attainment_by_arrow'])} by Arrow's definitions",
+        *(
+            f"  tier {tier:<11} {_percent(found['attainment'])} of {found['scored']:,}, "
+            f"{found['failed']} failed"
+            for tier, found in report["tiers"].items()
+        ),
         f"  goodput          {_number(goodput['requests_per_s'])} of "
         f"{_number(goodput['offered_requests_per_s'])} requests/s, "
         f"{_number(goodput['output_tokens_per_s'])} output tokens/s, "

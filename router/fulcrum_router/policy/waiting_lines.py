@@ -59,6 +59,9 @@ class Waiter(Protocol):
     def try_to_leave(self, now_s: float, *, late: bool) -> LeaveResult:
         """Call `leave` if an instance can take the request now: in time, or `late` is set."""
 
+    def give_way(self) -> None:
+        """Call `leave` and fail: the room is full, and the place goes to a request that comes before it."""
+
     @property
     def excludes_instances(self) -> bool:
         """Whether some instances are ruled out for this request: then others may pass it."""
@@ -115,6 +118,11 @@ class Line:
             return late
         return in_time
 
+    def find_last(self) -> Waiter:
+        """A request that is not the next to leave, if there is another one; late ones first."""
+        heap = self._late if any(not entry[2].gone for entry in self._late) else self._in_time
+        return max((entry for entry in heap if not entry[2].gone), key=lambda entry: entry[:2])[2].waiter
+
     def record_departure(self, place: Place) -> None:
         """Count a request that has left for an instance."""
         self._late_turn = self._late_turn + 1 if place.in_time else 0
@@ -164,6 +172,10 @@ class Level:
         del self.lines[line.tenant]
         if not self.lines:
             self.in_time_prefill_s = 0.0
+
+    def find_longest(self) -> Line | None:
+        """The line with the most requests; of several the last tenant by name."""
+        return max(self.lines.values(), key=lambda line: (line.count, line.tenant), default=None)
 
     def find_first(self) -> Line | None:
         """The line of the tenant with the least counter."""

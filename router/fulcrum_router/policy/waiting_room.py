@@ -83,7 +83,7 @@ class WaitingRoom:
         return self._find_level(priority).counters
 
     def join(self, waiter: Waiter, *, prefill_s: float, work_s: float | None = None) -> bool:
-        """Let a request wait; False: the room is full.
+        """Let a request wait; False: the room is full of requests that come before it.
 
         Args:
             waiter: The request.
@@ -91,7 +91,7 @@ class WaitingRoom:
             work_s: Time to compute its prompt wherever that is, in seconds (default: `prefill_s`).
         """
         work_s = prefill_s if work_s is None else work_s
-        if len(self.members) >= self._max_requests:
+        if len(self.members) >= self._max_requests and not self._make_room(waiter):
             return False
         number, self._next_number = self._next_number, self._next_number + 1
         level = self._find_level(waiter.priority)
@@ -197,6 +197,22 @@ class WaitingRoom:
         place.in_time = False  # its entry among those in time is dropped by that
         place.level.in_time_prefill_s = max(0.0, place.level.in_time_prefill_s - place.prefill_s)
         place.line.push(place)
+
+    def _make_room(self, newcomer: Waiter) -> bool:
+        """Have a request of the lowest level give way: one of the tenant that has most of them there.
+
+        None does if all levels are higher than the newcomer's, or the newcomer's tenant has as many.
+        """
+        lowest = next((level for level in reversed(self._levels_in_order) if level.lines), None)
+        longest = None if lowest is None else lowest.find_longest()
+        if lowest is None or longest is None or lowest.priority > newcomer.priority:
+            return False
+        if lowest.priority == newcomer.priority:
+            own = lowest.lines.get(newcomer.tenant)
+            if longest.count <= 1 + (0 if own is None else own.count):
+                return False
+        longest.find_last().give_way()
+        return True
 
     def _find_level(self, priority: int) -> Level:
         level = self._levels.get(priority)

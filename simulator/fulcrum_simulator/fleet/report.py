@@ -27,6 +27,7 @@ def build_report(result: RunResult) -> dict[str, Any]:
         "slo": {"ttft_s": options.slo.ttft_s, "tpot_s": options.slo.tpot_s},
         "requests": _count_requests(result.records, scored),
         "attainment": _share(len(met), len(scored)),
+        "tiers": _judge_tiers(result, scored),
         "attainment_by_arrow": _share(sum(r.meets_by_arrow(options.slo) for r in scored), len(scored)),
         "goodput": _measure_goodput(result, scored, met),
         "ttft_s": _summarize(r.ttft_s for r in scored),
@@ -51,6 +52,22 @@ def _count_requests(records: Sequence[RequestResult], scored: Sequence[RequestRe
         "scored": len(scored),
         **{outcome.value: outcomes[outcome] for outcome in Outcome},
         "unfinished": outcomes[None],
+    }
+
+
+def _judge_tiers(result: RunResult, scored: Sequence[RequestResult]) -> dict[str, dict[str, Any]]:
+    """The attainment of each tier that the workload names, and how many of its requests were refused."""
+    by_tier: dict[str, list[RequestResult]] = {}
+    for record in scored:
+        by_tier.setdefault(record.request.tier, []).append(record)
+    return {
+        tier: {
+            "scored": len(records),
+            "failed": sum(record.outcome is Outcome.FAILED for record in records),
+            "attainment": _share(sum(r.meets(result.options.slo) for r in records), len(records)),
+        }
+        for tier, records in sorted(by_tier.items())
+        if tier
     }
 
 

@@ -178,8 +178,15 @@ class SimulatedRouter:
 
     def serve(self, record: RequestResult, number: int, on_end: Callable[[], None]) -> None:
         """Serve a request that arrives now; the result is in its record when `on_end` is called."""
+        workload = record.request
         request = SimulatedRequest(
-            str(number), record.request.input_tokens, record.request.output_tokens, b"%d" % number
+            str(number),
+            workload.input_tokens,
+            workload.output_tokens,
+            b"%d" % number,
+            tier=workload.tier,
+            priority=workload.priority,
+            tenant=workload.tenant or "",
         )
         self._records[request.id] = record
 

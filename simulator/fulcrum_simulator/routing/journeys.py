@@ -48,6 +48,9 @@ class SimulatedRequest:
     output_tokens: int
     digest: bytes
     block_hashes: tuple[bytes, ...] = ()
+    tier: str = ""
+    priority: int = 0
+    tenant: str = ""
 
 
 V = TypeVar("V", bound=JourneyInstance)
@@ -207,7 +210,14 @@ class _Run:
         self._routing, self._request = routing, request
         self._on_token, self._on_end = on_token, on_end
         deadline_s = routing.port.now_s() + slo.ttft_s
-        work = Work(request.prompt_tokens, slo, deadline_s=deadline_s)
+        work = Work(
+            request.prompt_tokens,
+            slo,
+            deadline_s=deadline_s,
+            tier=request.tier,
+            priority=request.priority,
+            tenant=request.tenant,
+        )
         self.journey: Journey[JourneyInstance] = Journey(routing.context, work)
         self.journey.on_moved = self.act
         self._prefill_leg: SimulatedLeg | None = None

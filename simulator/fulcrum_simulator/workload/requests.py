@@ -21,6 +21,9 @@ class WorkloadRequest:
     output_tokens: int
     prefix_hash_ids: tuple[int, ...] = ()
     tenant: str | None = None
+    tier: str = ""
+    priority: int = 0
+    """Of the tier; higher is more important."""
 
 
 @dataclass(frozen=True, slots=True)

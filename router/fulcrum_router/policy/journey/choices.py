@@ -279,6 +279,13 @@ class JourneyChoices(RequestRecord[V]):
         """See `waiting_room.Waiter`."""
         return self.work.deadline_s
 
+    def give_way(self) -> None:
+        """See `waiting_room.Waiter`."""
+        self.stop_reason = StopReason.FULL
+        action = self._end(self.work.arrival_s, Action.FAIL)  # nothing that a time is recorded of is open
+        if self.on_moved is not None:
+            self.on_moved(action)
+
     @property
     def priority(self) -> int:
         """See `waiting_room.Waiter`."""

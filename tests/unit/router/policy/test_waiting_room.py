@@ -38,6 +38,10 @@ class FakeWaiter:
     priority: int = 0
     tenant: str = ""
 
+    def give_way(self) -> None:
+        self.left.append(-self.arrival_s)
+        self.room.leave(self)
+
     def try_to_leave(self, now_s: float, *, late: bool) -> LeaveResult:
         if not self.fits or not self.places[0]:
             return LeaveResult.BLOCKED
@@ -246,6 +250,26 @@ def test_a_room_with_too_many_requests_refuses_the_next() -> None:
     assert not crowd.room.join(FakeWaiter(crowd.room, 2.0, [0], []), prefill_s=0.5)
 
 
+@pytest.mark.parametrize(
+    ("newcomer", "expected"),
+    [
+        pytest.param((5, "new"), (True, [-3.0]), id="a higher tier displaces the longest line of the lowest"),
+        pytest.param((0, "small"), (True, [-3.0]), id="a tenant with fewer requests"),
+        pytest.param((0, "big"), (False, []), id="the tenant that has most"),
+        pytest.param((-1, "new"), (False, []), id="a lower tier"),
+    ],
+)
+def test_in_a_full_room_the_longest_line_of_the_lowest_tier_gives_way(
+    newcomer: tuple[int, str], expected: tuple[bool, list[float]]
+) -> None:
+    crowd = Crowd(WaitingRoom(max_requests=4))
+    for arrival_s, tenant in ((1.0, "big"), (2.0, "big"), (3.0, "big"), (4.0, "small")):
+        crowd.join(arrival_s, tenant=tenant)
+    priority, tenant = newcomer
+    waiter = FakeWaiter(crowd.room, 9.0, [0], [], priority=priority, tenant=tenant)
+    assert (crowd.room.join(waiter, prefill_s=0.5), crowd.left, len(crowd.room)) == (*expected, 4)
+
+
 # --- journeys that wait --------------------------------------------------------------------------------
 
 TOKENS = 400
@@ -388,6 +412,23 @@ def test_a_full_room_fails_the_request() -> None:
     begin(context), begin(context), begin(context)
     journey, actions = begin(context)
     assert (actions, journey.stop_reason) == ([Action.FAIL], StopReason.FULL)
+
+
+def test_a_request_that_gives_way_fails_and_leaves_nothing_in_the_ledgers() -> None:
+    context = make_context("p1", "d1", max_requests=1)
+    running = [begin(context)[0], begin(context)[0]]
+    displaced, actions = begin(context)
+    premium = Journey(context, work(TOKENS, priority=1))
+    assert premium.begin(0.0) is Action.WAIT
+    assert (actions, displaced.stop_reason, displaced.state, len(context.waiting_room)) == (
+        [Action.WAIT, Action.FAIL],
+        StopReason.FULL,
+        State.DONE,
+        1,
+    )
+    for journey in (*running, premium):
+        journey.client_left(0.1)
+    assert [context.fleet[name].ledger.legs for name in ("p1", "d1")] == [0, 0]
 
 
 def test_a_client_that_leaves_gives_up_its_place() -> None:
