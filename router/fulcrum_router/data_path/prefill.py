@@ -66,7 +66,9 @@ class PrefillLeg:
         request.legs.record_success(instance, PREFILL)
         if journey.predicted_ttft is not None:
             router.ttft_errors.learn_prefill_leg(journey.predicted_ttft, measured_s=now_s - sent_s)
-        if response.prompt_tokens is not None and has_only_text(request.body.fields):
+        if response.prompt_tokens is not None and has_only_text(
+            request.body.fields, prompt_bytes=request.body.prompt_bytes
+        ):
             counted = response.prompt_tokens - request.body.prompt_id_count
             router.tokens_per_byte.learn(prompt_bytes=request.body.prompt_bytes, tokens=counted)
         request.kv_transfer_params, request.counted_tokens = (

@@ -49,15 +49,21 @@ _UNMEASURED_FIELDS = frozenset(
 """Fields that add tokens to a prompt beside its text."""
 
 
-def has_only_text(request: Mapping[str, Any]) -> bool:
-    """Whether the measured texts are all that the engine's count of the prompt's tokens can come from.
+MIN_MESSAGE_BYTES = 32
+"""Mean text of a chat's messages below which most tokens are those of the chat template."""
+
+
+def has_only_text(request: Mapping[str, Any], *, prompt_bytes: int) -> bool:
+    """Whether the measured texts are nearly all that the engine's count of the prompt's tokens comes from.
 
     Only such prompts teach the tokens per byte; others would let one client bend the estimates of all.
     """
     if not _UNMEASURED_FIELDS.isdisjoint(request):
         return False
     messages = request.get("messages")
-    return type(messages) is not list or all(map(_is_text_message, messages))
+    if type(messages) is not list:
+        return True
+    return prompt_bytes >= MIN_MESSAGE_BYTES * len(messages) and all(map(_is_text_message, messages))
 
 
 def _is_text_message(message: object) -> bool:

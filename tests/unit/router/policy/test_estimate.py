@@ -57,17 +57,30 @@ def test_a_prompt_is_measured_in_text_bytes_and_token_ids(
     ("request_fields", "expected"),
     [
         ({"prompt": "a"}, True),
-        ({"messages": [{"role": "user", "content": "a"}]}, True),
-        ({"messages": [{"content": [{"type": "text", "text": "a"}]}]}, True),
+        ({"messages": [{"role": "user", "content": "a" * 32}]}, True),
+        ({"messages": [{"content": [{"type": "text", "text": "a" * 32}]}]}, True),
+        ({"messages": [{"content": "a" * 256}] + [{"content": ""}] * 100}, False),
+        ({"messages": [{"content": []}] * 100}, False),
         ({"messages": [{"content": "a"}], "tools": [{}]}, False),
         ({"messages": [{"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, False),
         ({"messages": [{"content": "a", "tool_calls": [{}]}]}, False),
         ({"messages": [None]}, False),
     ],
-    ids=["prompt", "chat", "text parts", "tools", "image", "tool calls", "no message"],
+    ids=[
+        "prompt",
+        "chat",
+        "text parts",
+        "empty messages",
+        "no parts",
+        "tools",
+        "image",
+        "tool calls",
+        "no message",
+    ],
 )
 def test_only_text_teaches_the_tokens_per_byte(request_fields: dict[str, Any], expected: bool) -> None:
-    assert has_only_text(request_fields) is expected
+    prompt_bytes, _ = measure_prompt(request_fields)
+    assert has_only_text(request_fields, prompt_bytes=prompt_bytes) is expected
 
 
 def test_tokens_per_byte_converge_to_the_engines_count() -> None:
