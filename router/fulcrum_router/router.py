@@ -189,6 +189,13 @@ class Router:
         instance.health.record_error()
         instance.update_error_share()
 
+    def record_client_failure(self, instance: Instance, phase: str, failed: LegFailed) -> None:
+        """Count a failed leg that is the request's fault, whatever other engines answer."""
+        self.counters.legs[phase, failed.failure] += 1
+        self.counters.leg_failures[phase, Blame.CLIENT] += 1
+        if phase == PREFILL:
+            instance.discard_prefill_samples()
+
     def blame_engine(self, instance: Instance, phase: str, failed: LegFailed) -> None:
         """Count a failure as the engine's: another engine has answered the same request."""
         self.counters.leg_failures[phase, Blame.ENGINE] += 1

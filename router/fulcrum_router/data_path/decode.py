@@ -242,5 +242,6 @@ class DecodeLeg:
             started=error.may_have_started,
             kv_late=is_late,
         )
-        request.legs.record_failure(self._instance, DECODE, error)  # after the journey read the error share
+        # After the journey has read the error share.
+        request.legs.record_failure(self._instance, DECODE, error, fields=request.body.fields)
         return action

@@ -7,8 +7,12 @@ A 4xx goes to the client. But an engine that rejects everything is always free, 
 about a request that such an engine rejects another engine is asked, now and then.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1.failures import LegFailed
+from fulcrum_router.http1.remote_media import has_remote_media
 from fulcrum_router.policy.blame import Blame, is_ambiguous, is_rejection
 from fulcrum_router.router import Router
 
@@ -41,9 +45,17 @@ class LegOutcomes:
         """Count a leg that was rejected, and whose response goes to the client."""
         self._router.record_rejection(instance, phase)
 
-    def record_failure(self, instance: Instance, phase: str, failed: LegFailed) -> None:
-        """Count a failed leg."""
+    def record_failure(
+        self, instance: Instance, phase: str, failed: LegFailed, *, fields: Mapping[str, Any]
+    ) -> None:
+        """Count a failed leg of a request with these fields.
+
+        An engine may have failed to fetch an image of it by its URL, which another engine could fetch then.
+        """
         failure, status = failed.failure, failed.status
+        if is_ambiguous(failure, status) and has_remote_media(fields):
+            self._router.record_client_failure(instance, phase, failed)
+            return
         if not is_ambiguous(failure, status) and not is_rejection(failure, status):
             self._router.record_leg_failure(instance, phase, failed)
             return

@@ -222,13 +222,13 @@ class PassThrough:
                 return await self._send(instance, request)
             except LegFailed as error:
                 failed = error
-                self._legs.record_failure(instance, DECODE, error)
+                self._legs.record_failure(instance, DECODE, error, fields=request.fields)
                 self._suspicions += error.may_have_started and (
                     error.failure in DEATHS or is_ambiguous(error.failure, error.status)
                 )
                 self._router.counters.retries[DECODE, error.failure] += 1
             except StreamBroken as broken:
-                self._legs.record_failure(instance, DECODE, broken.failed)
+                self._legs.record_failure(instance, DECODE, broken.failed, fields=request.fields)
                 raise
         raise failed
 

@@ -144,12 +144,13 @@ class PrefillLeg:
         raise EarlyResponse(RequestOutcome.INVALID, response, keep_alive=head.length != UNTIL_CLOSE)
 
     def _fail(self, error: LegFailed) -> Action:
-        router, journey = self._request.router, self._request.journey
+        router, journey, legs = self._request.router, self._request.journey, self._request.legs
         router.counters.retries[PREFILL, error.failure] += 1
         action = journey.prefill_failed(
             time.monotonic(), error.failure, status=error.status, started=error.may_have_started
         )
-        self._request.legs.record_failure(self._instance, PREFILL, error)  # after the journey read the share
+        # After the journey has read the error share.
+        legs.record_failure(self._instance, PREFILL, error, fields=self._request.body.fields)
         if journey.stop_reason is StopReason.QUERY_OF_DEATH:
             self._request.failed = error
         return action

@@ -138,6 +138,23 @@ async def test_an_engine_that_fails_every_second_leg_is_ejected_as_an_outlier(
         assert failing.prefills == []
 
 
+async def test_an_engine_that_cannot_fetch_an_image_is_not_blamed_if_another_one_can(
+    client: aiohttp.ClientSession,
+) -> None:
+    part = {"type": "image_url", "image_url": {"url": "https://images.example/1.png"}}
+    body = {"model": "test", "messages": [{"role": "user", "content": [part]}]}
+    async with run_router(
+        FakeEngine("p1", respond_with_status(500)), FakeEngine("p2"), FakeEngine("d1")
+    ) as world:
+        for _ in range(5):
+            world.router.fleet["p2"].prefill_model = PrefillModel(c0=DEADLINE_S, c1=0.0, c2=0.0)
+            async with client.post(world.url("/v1/chat/completions"), json=body) as response:
+                assert response.status == 200
+        counters, health = world.router.counters, world.router.fleet["p1"].health
+        assert (dict(counters.leg_failures), counters.ejections) == ({("prefill", "client"): 5}, {})
+        assert (len(world["p1"].prefills), health.error_share) == (5, 0.0)
+
+
 def reject_all(response: ResponseWriter) -> Awaitable[None]:
     return respond_with_status(404)(response)
 
