@@ -26,6 +26,9 @@ class FakeTransport:
         self.written = b""
         self.closed = False
 
+    def get_extra_info(self, name: str) -> tuple[str, int] | None:
+        return ("127.0.0.1", 40_000) if name == "peername" else None
+
     def write(self, data: bytes) -> None:
         assert not self.closed, "written after the end"
         self.written += data

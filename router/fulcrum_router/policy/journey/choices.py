@@ -310,7 +310,7 @@ class JourneyChoices(RequestRecord[V]):
     @property
     def excludes_instances(self) -> bool:
         """See `waiting_room.Waiter`."""
-        return bool(self._failed_prefill) or self._no_prefill_leg is not None
+        return bool(self._failed_prefill or self._failed_decode) or self._no_prefill_leg is not None
 
     def try_to_leave(self, now_s: float, *, late: bool) -> LeaveResult:
         """See `waiting_room.Waiter`."""

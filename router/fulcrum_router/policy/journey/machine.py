@@ -46,6 +46,7 @@ _CHARGED = frozenset(
         Failure.TIMEOUT,
         Failure.ABORTED,
         Failure.MALFORMED,
+        Failure.TOO_LARGE,
         Failure.NO_KV_TRANSFER_PARAMS,
     }
 )
@@ -131,13 +132,17 @@ class Journey(JourneyChoices[V]):
         instance = self.prefill_instance
         self._note_shed(now_s, instance, status)
         self._close_prefill(now_s)
-        if self.state is _DECODE:
-            return _WAIT  # legs at once: the client has the first byte, so the KV arrived
         if self.state is _DONE or self.state is _ABORTING or instance is None:
             return _END if self.state is _DONE else _WAIT
         self._failed_prefill += (instance.name,)
+        if self.state is _DECODE:
+            return _WAIT  # legs at once: the client has the first byte, so the KV arrived
+        if failure is Failure.TOO_LARGE:  # it is as large everywhere: no second prefill leg to charge
+            self.failure, self.failed_status = failure, status
+            self._no_prefill_leg = LocalPrefillReason.PREFILL_FAILED
+            return self._retry_after_abort(now_s, None)
         stop = self._record_failure(now_s, instance, failure, status, started=started)
-        if stop is StopReason.RETRY_BUDGET or failure is Failure.TOO_LARGE:  # it is as large everywhere
+        if stop is StopReason.RETRY_BUDGET:
             self._no_prefill_leg, stop = LocalPrefillReason.PREFILL_FAILED, None
         return self._retry_after_abort(now_s, stop)
 

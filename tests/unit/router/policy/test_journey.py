@@ -293,6 +293,13 @@ def test_a_response_that_is_too_large_is_not_computed_by_a_second_prefill_instan
     assert (journey.local_prefill_reason, context.retry_budget.retries) == ("prefill_failed", 0)
 
 
+def test_the_retry_of_a_decode_leg_whose_response_was_too_large_is_charged() -> None:
+    context = make_context()
+    journey = begin_decode(context)
+    assert journey.decode_failed(0.1, Failure.TOO_LARGE) is Action.SEND_PREFILL
+    assert context.retry_budget.retries == 1
+
+
 def test_engines_that_refuse_or_shed_or_are_removed_are_no_deaths() -> None:
     journey, action = begin(make_context())
     action = journey.prefill_failed(0.1, Failure.CLOSED)
@@ -605,6 +612,15 @@ def test_a_prefill_leg_that_outlives_its_decode_leg_is_aborted() -> None:
     journey.first_byte(0.2)
     assert (journey.decode_ended(0.3), journey.proceed(0.1)) == (Action.ABORT_LEGS, Action.END)
     assert ledgers_are_empty(context)
+
+
+def test_a_prefill_leg_that_fails_while_its_response_is_sent_rules_its_instance_out_for_the_rest() -> None:
+    context = make_other_context(ROOM)
+    journey, _ = begin(context)
+    journey.first_byte(0.2)
+    assert journey.prefill_failed(0.3, Failure.CLOSED) is Action.WAIT
+    assert journey.decode_failed(0.4, Failure.CLOSED, delivered_tokens=3) is Action.SEND_BOTH
+    assert targets(journey) == ("p2", "d2")
 
 
 @pytest.mark.parametrize(
