@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from fulcrum_cli.doctor.findings import Component
+from fulcrum_cli.doctor.gather import deployments_for_namespace
 from fulcrum_operator.__main__ import main as operator
 from fulcrum_operator.manifests.children import service_children
 from fulcrum_operator.manifests.names import InstallationSettings, ServiceAccount, component_labels
@@ -198,6 +200,15 @@ def test_chart_for_one_namespace_has_no_cluster_scoped_object(render: Renderer) 
     }
     assert of_cluster == set()
     assert "--namespace=team-a" in list_pod_specs(made)["fulcrum-operator"]["containers"][0]["args"]
+
+
+@pytest.mark.parametrize("component", [Component.OPERATOR, Component.AUTOSCALER])
+def test_doctor_finds_the_release_only_from_the_namespace_that_it_watches(
+    render: Renderer, component: Component
+) -> None:
+    made = render(watchNamespace=WATCHED).find("Deployment", f"fulcrum-{component}")
+    found = {namespace: deployments_for_namespace([made], namespace) for namespace in (WATCHED, "team-b")}
+    assert found == {WATCHED: [made], "team-b": []}
 
 
 @pytest.mark.parametrize(

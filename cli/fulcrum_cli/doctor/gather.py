@@ -6,7 +6,6 @@ Our own kinds give an empty list then, because the checks of permissions and CRD
 
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
 
 from fulcrum_cli.doctor.access_reviews import AccessReviewer, service_account_of
@@ -14,7 +13,7 @@ from fulcrum_cli.doctor.facts import Bodies, Body, ClusterFacts, DoctorFacts, Lo
 from fulcrum_cli.doctor.findings import Component
 from fulcrum_cli.target.autoscaler import AutoscalerUnavailable
 from fulcrum_cli.target.connection import TargetConnection
-from fulcrum_core.api.labels import ROUTER_LABEL, SERVICE_LABEL
+from fulcrum_core.api.labels import ROUTER_LABEL, SERVICE_LABEL, WATCHED_NAMESPACE_LABEL
 from fulcrum_core.api.meta import GROUP, Resource
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance
@@ -199,24 +198,18 @@ def deployments_for_namespace(deployments: Bodies, namespace: str) -> Bodies:
     """
     for manages in (
         lambda body: body["metadata"]["namespace"] == namespace,
-        lambda body: _option_of(body, "--namespace") == namespace,
-        lambda body: _option_of(body, "--namespace") is None,
+        lambda body: _watched_namespace(body) == namespace,
+        lambda body: _watched_namespace(body) is None,
     ):
         if found := [body for body in deployments if manages(body)]:
             return found
     return []
 
 
-def _option_of(deployment: Body, option: str) -> str | None:
-    """Return the value of an option in the arguments of the containers, as `--o=v` or `--o v`."""
-    arguments = [
-        str(argument)
-        for container in deployment["spec"]["template"]["spec"]["containers"]
-        for argument in (*container.get("command", ()), *container.get("args", ()))
-    ]
-    values_after_equals = (a.removeprefix(f"{option}=") for a in arguments if a.startswith(f"{option}="))
-    values_after_space = (value for name, value in pairwise(arguments) if name == option)
-    return next(values_after_equals, None) or next(values_after_space, None)
+def _watched_namespace(deployment: Body) -> str | None:
+    """Return the only namespace that the Deployment's program watches; None if it watches all."""
+    watched: str | None = deployment["metadata"].get("labels", {}).get(WATCHED_NAMESPACE_LABEL)
+    return watched
 
 
 def _group_by_label(bodies: Bodies, label: str) -> dict[str, Bodies]:

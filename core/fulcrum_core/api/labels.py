@@ -1,4 +1,4 @@
-"""Labels by which operator, router and CLI find each other's objects."""
+"""Labels by which operator, router and CLI find each other's objects and those of the chart."""
 
 SERVICE_LABEL = "fulcrum.dev/service"
 """On pools, instances, engine pods and the pod that reads their model, with the name of the service."""
@@ -9,3 +9,5 @@ ROLE_LABEL = "fulcrum.dev/role"
 """The effective role; patched on a flip, and in no selector: a flip must never take a pod out of anything."""
 ROUTER_LABEL = "fulcrum.dev/router"
 """On router pods, with the name of the service: they carry no `SERVICE_LABEL`."""
+WATCHED_NAMESPACE_LABEL = "fulcrum.dev/watched-namespace"
+"""On the chart's Deployments of operator and autoscaler that watch one namespace, with its name."""

@@ -22,6 +22,7 @@ from fulcrum_cli.doctor.permissions import (
 from fulcrum_cli.doctor.pod_checks import check_images, check_nodes, check_restarts, format_amount
 from fulcrum_cli.doctor.routing import check_endpoints
 from fulcrum_core.api.crds import build_crd
+from fulcrum_core.api.labels import WATCHED_NAMESPACE_LABEL
 from fulcrum_core.api.meta import format_time
 from fulcrum_core.api.registry import KINDS
 
@@ -230,16 +231,15 @@ def test_an_expired_lease_is_a_problem(held: Body | None, expected: tuple[Severi
     assert summarise(check_lease(CheckId.LEADER, held, now_s=NOW_S, advice="")) == expected
 
 
-def installed(namespace: str, *args: str) -> Body:
-    pods = {"spec": {"serviceAccountName": "sa", "containers": [{"args": list(args)}]}}
-    return {"metadata": {"name": "op", "namespace": namespace}, "spec": {"template": pods}}
+def installed(namespace: str, *, watches: str | None = None) -> Body:
+    labels = {WATCHED_NAMESPACE_LABEL: watches} if watches else {}
+    sidecar = {"name": "sidecar", "args": ["--namespace=o"]}
+    pods = {"spec": {"serviceAccountName": "sa", "containers": [sidecar]}}
+    meta = {"name": "op", "namespace": namespace, "labels": labels}
+    return {"metadata": meta, "spec": {"template": pods}}
 
 
-FOR_ALL, FOR_N, FOR_OTHERS = (
-    installed("f"),
-    installed("g", "--namespace=n"),
-    installed("h", "--namespace", "o"),
-)
+FOR_ALL, FOR_N, FOR_OTHERS = installed("f"), installed("g", watches="n"), installed("h", watches="o")
 
 
 @pytest.mark.parametrize(
