@@ -17,10 +17,10 @@ from fulcrum_core.assignment import (
     list_serving_instances,
     may_apply,
 )
-from fulcrum_core.decisions import Verdict
 from fulcrum_core.errors import Conflict
 from fulcrum_core.merge_patch import create_merge_patch
 from fulcrum_core.ports import Clock, Store
+from fulcrum_core.verdict import Verdict
 
 ProposeChange = Callable[[PDAssignment], Awaitable[PDAssignmentSpec | None]]
 """From the current assignment to the desired one; None if nothing is to be written."""

@@ -14,10 +14,10 @@ from fulcrum_core.api.pdassignment import Floors, PDAssignmentSpec, RoleAssignme
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdpool import PDPool, fixed_role
 from fulcrum_core.api.pdservice import PDServiceSpec
-from fulcrum_core.decisions import Verdict
 from fulcrum_core.formatting import format_count
 from fulcrum_core.kv_compatibility import assign_compatibility_groups
 from fulcrum_core.values import Actor, FlipStrategy, Role
+from fulcrum_core.verdict import Verdict
 
 CLOCK_SKEW_S = 5.0
 """Longest time that a change may be dated ahead of the reader's clock."""

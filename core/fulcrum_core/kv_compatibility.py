@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from functools import lru_cache
 
-from fulcrum_core.decisions import Verdict
 from fulcrum_core.formatting import format_count
 from fulcrum_core.values import EngineIdentity
+from fulcrum_core.verdict import Verdict
 
 _MUST_BE_EQUAL = {
     "model": "model",

@@ -18,8 +18,8 @@ from fulcrum_core.assignment import (
     may_apply,
     resolve_effective_roles,
 )
-from fulcrum_core.decisions import Verdict
 from fulcrum_core.values import Actor, Role
+from fulcrum_core.verdict import Verdict
 
 NOW_S = 1_000_000.0
 P, D = Role.PREFILL, Role.DECODE

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from fulcrum_core.decisions import Verdict
 from fulcrum_core.kv_compatibility import assign_compatibility_groups, can_transfer
 from fulcrum_core.values import EngineIdentity
+from fulcrum_core.verdict import Verdict
 
 SIMULATED = EngineIdentity(model="m", engine="vllm 0.12", kv_dtype="bf16", block_size=16, tensor_parallel=2)
 

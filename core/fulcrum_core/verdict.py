@@ -1,4 +1,4 @@
-"""The result of a check: allowed or not, and why."""
+"""Verdict: the result of `may_apply` and `can_transfer`, allowed or not, with the reason."""
 
 from dataclasses import dataclass
 
