@@ -21,7 +21,7 @@ from fulcrum_router.http1.sending import send_and_wait
 from fulcrum_router.http1.upstream import ConnectionPool, EngineConnection
 from fulcrum_router.kv_transfer.verification import KvTransfer, verify_transfer
 from fulcrum_router.policy.journey import Action
-from fulcrum_router.policy.whole_response import CONTEXT_TOKENS, compute_deadline_s
+from fulcrum_router.policy.whole_response import ASSUMED_CONTEXT_TOKENS, compute_deadline_s
 from fulcrum_router.router import make_cache_salt
 
 # An attribute of an enum is slow to read.
@@ -172,7 +172,9 @@ class DecodeLeg:
         if response is None or is_stream(fields):
             return now_s
         limit = find_output_limit(fields, chat=request.is_chat)
-        tokens = max(0, CONTEXT_TOKENS - request.journey.work.prompt_tokens) if limit is None else limit
+        tokens = (
+            max(0, ASSUMED_CONTEXT_TOKENS - request.journey.work.prompt_tokens) if limit is None else limit
+        )
         progress_at_s = self._instance.progress_at_s
         deadline_s = compute_deadline_s(
             sent_s=response.sent_s,

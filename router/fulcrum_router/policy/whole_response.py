@@ -1,12 +1,12 @@
-"""Until when the router waits for a whole response: one that the engine sends only when it is complete.
+"""The deadline of a whole response: one that is not streamed, so that the engine sends it at its end.
 
-Silence says nothing about such a response, so the engine is judged instead: by its probes and by its counters
-of computed tokens. `observe.engines` reads both.
+Until then nothing arrives that shows whether the engine works on it. So the deadline moves on while the
+engine's count of computed tokens grows (`observe.engines` reads it), up to a limit for the output tokens.
 """
 
 SECONDS_PER_TOKEN = 0.5
 """Time allowed for each output token: several times as long as a slow engine takes."""
-CONTEXT_TOKENS = 131_072
+ASSUMED_CONTEXT_TOKENS = 131_072
 """Assumed longest context, for a request that leaves the number of output tokens to the engine."""
 
 
