@@ -1,6 +1,9 @@
-"""Judge the instances of a role against one another, and eject those that fail more or are far slower.
+"""Eject serving instances that fail far more often or are far slower than others of the same role.
 
-`policy.outliers` has the rules; `Fleet.eject_by_judgement` limits how many may be ejected.
+Error rates are compared among all instances of a role, speeds only within a pool: another pool may have
+other hardware. `policy.outliers` has the rules; `Fleet.eject_by_judgement` limits how many may be ejected. A
+slow instance that is ejected gets the learned models of the peer with the median speed: with its own, the
+next comparison would eject it again.
 """
 
 from collections.abc import Callable, Iterable
@@ -65,7 +68,7 @@ class OutlierDetector:
                 self._fleet[sorted(seconds, key=seconds.__getitem__)[len(seconds) // 2]],
             )
             if self._eject(slow, LATENCY, now_s):
-                slow.start_from(usual.prefill_model, usual.decode_model)  # else its past would eject it again
+                slow.start_from(usual.prefill_model, usual.decode_model)
 
     def _eject(self, instance: Instance, reason: str, now_s: float) -> bool:
         if not self._fleet.eject_by_judgement(instance, reason, now_s=now_s):
