@@ -255,7 +255,7 @@ class Engine:
     def expire_leases(self, now_s: float) -> None:
         """Free the blocks of expired leases. Every method that takes `now_s` calls this first."""
         for blocks in self._leases.expire(now_s):
-            self.stats.kv_expired += 1
+            self.stats.expired_leases += 1
             self._pool.release(blocks)
 
     def next_lease_expiry_s(self) -> float | None:

@@ -1,4 +1,9 @@
-"""The results of the engine model: steps, tokens, ends of requests, KV caches to fetch or to export."""
+"""Values that the engine model returns to its caller.
+
+`Step` and `DecodeRun` are steps to wait for, `KvFetch` is a KV transfer to carry out. `EngineEvent` is what a
+finished step did to a request: an output token, a preemption or the end, with the KV that a prefill leg
+exports. `EngineDead` is raised where the real engine would crash.
+"""
 
 from dataclasses import dataclass
 from enum import StrEnum

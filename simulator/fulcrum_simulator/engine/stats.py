@@ -1,4 +1,4 @@
-"""The engine model's counters, gauges and samples, from which `server.metrics` renders vLLM's metrics.
+"""Counters, gauges and samples of one engine model, from which `server.metrics` renders vLLM's metrics.
 
 Samples are kept in lists until the caller takes them.
 """
@@ -23,11 +23,11 @@ def _no_finishes() -> dict[FinishReason, int]:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the engine's start, in tokens unless the name says otherwise.
+    """Counters since the engine's start.
 
-    `prefix_*` is the engine's own cache, `external_*` what KV transfers brought. A prompt's tokens are
-    counted by source at its first output token; a prompt computed again after a preemption is not counted
-    again.
+    `prefix_*`, `external_*`, `prompt_*` and `generation_*` count tokens. `prefix_*` is the engine's own
+    cache, `external_*` what KV transfers brought. A prompt's tokens are counted by source at its first output
+    token; a prompt computed again after a preemption is not counted again.
     """
 
     prefix_queries: int = 0
@@ -41,7 +41,7 @@ class EngineStats:
     steps: int = 0
     preemptions: int = 0
     finished: dict[FinishReason, int] = field(default_factory=_no_finishes)
-    kv_expired: int = 0
+    expired_leases: int = 0
     notifications_after_expiry: int = 0
     failed_transfers: int = 0
     samples: Samples = field(default_factory=Samples)

@@ -172,7 +172,7 @@ class EngineMetrics:
             "vllm:prompt_tokens": stats.prompt_tokens,
             "vllm:prompt_tokens_cached": local + pulled,
             "vllm:generation_tokens": stats.generation_tokens,
-            "vllm:nixl_num_kv_expired_reqs": stats.kv_expired,
+            "vllm:nixl_num_kv_expired_reqs": stats.expired_leases,
             "vllm:nixl_num_notifications_after_expiry": stats.notifications_after_expiry,
             "vllm:nixl_num_failed_transfers": stats.failed_transfers + self._failed_notifications,
             "vllm:nixl_num_failed_notifications": self._failed_notifications,

@@ -195,7 +195,7 @@ def test_pinned_blocks_are_freed_by_the_pull_or_by_the_lease(
         p.extend_lease("r-p", at_s)
     assert p.release_lease("r-p", pulled_s) is in_time
     late = 0 if in_time else 1
-    assert (p.stats.kv_expired, p.stats.notifications_after_expiry) == (late, late)
+    assert (p.stats.expired_leases, p.stats.notifications_after_expiry) == (late, late)
     assert (p.gauges.kv_usage, p.next_lease_expiry_s()) == (0.0, None)
 
 
