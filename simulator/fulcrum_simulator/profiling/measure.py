@@ -1,7 +1,8 @@
-"""Measures the curves of one engine, and the KV transfer between two. The engines must be idle.
+"""Measure prefills, decode steps and mixed steps of one engine, and KV transfers to another one, over HTTP.
 
-Each point is measured several times, and the median counts. Durations of steps are differences between
-arrivals of tokens, so that the way of a token to the client cancels out.
+Both engines must be idle. Each point is measured several times, and the median counts. A prefill or a KV
+transfer lasts from sending the request to its first token. Decode steps and mixed steps are differences
+between arrivals of tokens, so that the time from the engine to the client cancels out.
 """
 
 import asyncio
