@@ -1,4 +1,9 @@
-"""`fulcrum simulate`: runs a service under a workload in virtual time, and reports the figures."""
+"""`fulcrum simulate`: run a simulated fleet with each policy and each seed, and compare the policies.
+
+With `--find-rate` it searches the highest request rate at which a policy keeps the SLO attainment. The
+figures go to the terminal and, if asked for, to a JSON file and a plot. `simulation.options` parses the
+options.
+"""
 
 import json
 import sys
