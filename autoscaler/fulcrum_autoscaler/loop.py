@@ -176,7 +176,7 @@ class ServiceAutoscaler:
         self._history.record(decision)
         self._metrics.record_decision(decision)
         if decision.action is DecisionAction.FLIP:
-            instances = (decision.instance, *decision.others)
+            instances = (decision.instance, *decision.further_instances)
             log.info("instances flipped", instances=instances, to=decision.to, reason=decision.reason)
         return decision
 

@@ -88,7 +88,7 @@ class ServiceMetrics:
         self._families.decisions.labels(**self._labels, action=decision.action, trigger=trigger).inc()
         if decision.action is DecisionAction.FLIP and decision.to is not None:
             self._families.flips.labels(**self._labels, to=decision.to.lower(), trigger=trigger).inc(
-                1 + len(decision.others)
+                1 + len(decision.further_instances)
             )
         loads = decision.loads or Loads(prefill=None, decode=None)
         for role, load in ((Role.PREFILL, loads.prefill), (Role.DECODE, loads.decode)):

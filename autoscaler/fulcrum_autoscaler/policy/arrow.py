@@ -97,7 +97,7 @@ def propose_assignment(current: PDAssignmentSpec, decision: FlipDecision) -> PDA
     if decision.instance is None or decision.to is None:
         raise ValueError(f"a decision to {decision.action} proposes no flip")
     reason = decision.reason[:REASON_MAX]
-    for instance in (decision.instance, *decision.others):
+    for instance in (decision.instance, *decision.further_instances):
         current = with_autoscaler_flip(current, instance, decision.to, reason=reason, now_s=decision.at_s)
     return current
 

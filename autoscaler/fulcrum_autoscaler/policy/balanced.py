@@ -145,7 +145,7 @@ def _flip(
         hold,
         action=DecisionAction.FLIP if rules.mode is AutoscalingMode.AUTO else DecisionAction.ADVISE,
         instance=chosen[0],
-        others=tuple(chosen[1:]),
+        further_instances=tuple(chosen[1:]),
         to=to,
         rejected=rejected,
     )

@@ -1,4 +1,7 @@
-"""The decisions of the policy. Every decision, including "hold", has its reason and the numbers behind it."""
+"""Autoscaler decisions: what a policy returns for a tick or a flip request, also when nothing is to change.
+
+Each has an action, a reason and the numbers behind it. `loop` carries them out, `/decisions` serves them.
+"""
 
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -46,7 +49,7 @@ class FlipDecision:
     trigger: Trigger
     reason: str
     instance: str | None = None
-    others: tuple[str, ...] = ()
+    further_instances: tuple[str, ...] = ()
     """Instances that flip to the same role by the same write."""
     to: Role | None = None
     loads: Loads | None = None

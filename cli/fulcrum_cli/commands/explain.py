@@ -162,7 +162,7 @@ def _group_holds(decisions: Sequence[DecisionRecord]) -> list[list[DecisionRecor
 def _names(decision: DecisionRecord) -> tuple[str, ...]:
     """Return the instances that the decision flips."""
     first = decision["instance"]
-    return (first, *decision.get("others", ())) if first else ()
+    return (first, *decision.get("further_instances", ())) if first else ()
 
 
 def _format_clock(decision: DecisionRecord) -> str:

@@ -131,6 +131,6 @@ class SimulatedAutoscaler:
                 split=decision.split,
                 reason=decision.reason,
             )
-            for instance in (decision.instance, *decision.others)
+            for instance in (decision.instance, *decision.further_instances)
         )
         self._schedule(self._flip_latency_s, partial(self._router.apply, self._assignment, self._generation))

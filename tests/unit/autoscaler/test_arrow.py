@@ -162,7 +162,7 @@ def test_a_decision_reports_loads_reason_and_rejected_instances() -> None:
         "trigger": "tick",
         "reason": "decode load 1.20 is at least 1.00, for 1 tick; p-1 costs least: 0.80 s of prefill queued",
         "instance": "p-1",
-        "others": (),
+        "further_instances": (),
         "to": "Decode",
         "loads": {
             "prefill": {

@@ -201,7 +201,7 @@ def test_the_floor_of_a_role_is_kept() -> None:
     rules = balanced_rules(assignment_rules=AssignmentRules(10.0, floors=Floors(decode=3)))
     observations = [observe(t, *four_and_four(queued_s=8.0), prefill=6.0) for t in (1.0, 2.0)]
     *_, decision = run_ticks(*observations, rules=rules)
-    assert (decision.instance, decision.others) == ("d-0", ())
+    assert (decision.instance, decision.further_instances) == ("d-0", ())
 
 
 @pytest.mark.parametrize(
