@@ -3,7 +3,7 @@
 A server process responds to every patch with a PDInstance, and to every watch with `--events` changes of it.
 Each client runs in a process of its own, the two in turns.
 
-    python bench/cluster_client.py [--events 5000] [--patches 1000] [--rounds 3]
+    make bench NAME=cluster_client ARGS="[--events 5000] [--patches 1000] [--rounds 3]"
 """
 
 import argparse
@@ -11,6 +11,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import socket
 import statistics
 import sys
 import time
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+
+from tools.kubernetes.waiting import wait_for
 
 INSTANCE = {
     "apiVersion": "fulcrum.dev/v1alpha1",
@@ -113,6 +116,15 @@ def _figures(event_s: float, patches_s: float, waits_s: list[float]) -> Figures:
     }
 
 
+def connect(port: int) -> None:
+    """Connect to a port of this machine.
+
+    Raises:
+        OSError: if nothing accepts connections there.
+    """
+    socket.create_connection(("127.0.0.1", port)).close()
+
+
 def measure(run: Callable[..., Any], port: int, events: int, patches: int, results: Any) -> None:
     """Run one client in this process and hand over its figures."""
     results.put(asyncio.run(run(port, events, patches)))
@@ -131,9 +143,9 @@ def main() -> int:
     processes = multiprocessing.get_context("spawn")
     server = processes.Process(target=serve, args=(args.port, args.events))
     server.start()
-    time.sleep(3.0)
     rows: dict[str, list[Figures]] = {"run_ours": [], "run_theirs": []}
     try:
+        wait_for(lambda: connect(args.port), "the server to accept connections", timeout_s=60)
         for _ in range(args.rounds):
             for run in (run_ours, run_theirs):
                 results = processes.Queue()

@@ -3,7 +3,7 @@
 One control plane, one router, engine servers as processes. Instances are flipped one after another as the
 autoscaler does: with `update_assignment`, acknowledged at the state port.
 
-    python bench/flip_latency.py [--flips 300] [--rate 50] [--engines 4]
+    make bench NAME=flip_latency ARGS="[--flips 300] [--rate 50] [--engines 4]"
 
 Needs Linux and root, like the Kubernetes levels of the tests. Exit code 1 if the bar is missed (p99 100 ms
 from the decision to the generation applied) or a request failed.
@@ -43,6 +43,7 @@ from tests.kubernetes.control_plane.service_stack import (
     engine_servers,
     routed,
 )
+from tests.waiting import wait_until
 from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.waiting import wait_for
 
@@ -169,7 +170,7 @@ async def measure(
     """Measure flips under load."""
     load = CheckedLoad(router.url, args.rate)
     loading = asyncio.create_task(load.run())
-    await asyncio.sleep(1.0)
+    await wait_until(lambda: load.completed >= args.rate, "as many responses as are sent in a second")
     done = await measure_flips(stack, router, args.flips)
     loading.cancel()
     await asyncio.wait([loading])

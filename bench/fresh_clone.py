@@ -3,7 +3,7 @@
 Clones this repository into a temporary folder and runs `make play` there without a screen. The second run has
 its packages cached.
 
-    python bench/fresh_clone.py
+    make bench NAME=fresh_clone
 
 Exit code 1 if the first flip takes more than 60 s, the environment more than 300 MB, or Ctrl-C more than 2 s.
 """
@@ -16,6 +16,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from tools.kubernetes.waiting import wait_for
 
 ROOT = Path(__file__).parents[1]
 FLIP_LINE_PATTERN = re.compile(r"\S+ (Prefill|Decode) → (Prefill|Decode):")
@@ -51,11 +53,11 @@ def measure(clone: Path) -> tuple[float, float]:
         raise SystemExit(f"error: make play ended with {play.wait()} before a flip")
     first_flip_s = time.monotonic() - began_s
     print(flip.rstrip(), flush=True)
-    began_s = time.monotonic()
     os.killpg(play.pid, signal.SIGINT)
-    while play.poll() is None or list_processes_of(clone):
-        time.sleep(0.01)
-    return first_flip_s, time.monotonic() - began_s
+    end_s = wait_for(
+        lambda: play.poll() is not None and not list_processes_of(clone), "all processes to end", timeout_s=60
+    )
+    return first_flip_s, end_s
 
 
 def main() -> int:

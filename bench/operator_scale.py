@@ -3,8 +3,8 @@
 One control plane, one operator, and `--services` services with `--instances` instances in total, whose pods
 this program sets ready. After `--quiet` seconds without a change it makes changes, one by one.
 
-    python bench/operator_scale.py [--instances 200] [--services 10] [--quiet 60] [--changes 10]
-    python bench/operator_scale.py --instances 1000 --services 20 --bars 400,0.10,2
+    make bench NAME=operator_scale ARGS="[--instances 200] [--services 10] [--quiet 60] [--changes 10]"
+    make bench NAME=operator_scale ARGS="--instances 1000 --services 20 --bars 400,0.10,2"
 
 Needs Linux and root, like the Kubernetes levels of the tests. Exit code 1 if a bar is missed: `--bars` are
 megabytes, the share of a core, and seconds from a change to the operator's write (default 200,0.02,1). In
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fulcrum_core.api.meta import parse_time
+from fulcrum_operator.controller.context import STATUS_INTERVAL_S
 from tests.kubernetes.clusters import AUDIT_POLICY, apply_crds, temporary_namespace
 from tests.kubernetes.control_plane.operator_process import (
     FakeKubelet,
@@ -35,6 +36,7 @@ from tests.kubernetes.control_plane.operator_process import (
     wait_until,
 )
 from tools.kubernetes.cluster import Cluster
+from tools.kubernetes.waiting import wait_for
 
 READS = frozenset({"get", "list", "watch"})
 
@@ -109,7 +111,6 @@ def _start_services(
     def serve() -> bool:
         if operator.process.poll() is not None:
             sys.exit(f"error: the operator ended: {operator.log.read_text().splitlines()[-1]}")
-        time.sleep(0.5)  # reading 200 pods takes more CPU than reconciling them
         for pod in set(api.names("pods")) - done:
             if pod.rpartition("-")[2].isdigit():
                 kubelet.set_ready(pod)
@@ -117,7 +118,8 @@ def _start_services(
         phases = api.phases()
         return len(phases) == instances and set(phases.values()) == {"Serving"}
 
-    wait_until(serve, "all instances to serve", timeout_s=60 + instances)
+    # Reading 200 pods takes more CPU than reconciling them: poll rarely.
+    wait_for(serve, "all instances to serve", timeout_s=60 + instances, interval_s=0.5)
     wait_until(
         lambda: all(_has_settled_status(api, *pair) for pair in zip(names, shares, strict=True)),
         "the statuses",
@@ -131,7 +133,7 @@ def _has_settled_status(api: NamespaceClient, name: str, share: int) -> bool:
 
 def _measure_quiet_time(api: NamespaceClient, operator: OperatorProcess, quiet_s: float) -> dict[str, Any]:
     """Return what the operator uses and writes while nothing changes."""
-    time.sleep(12.0)  # a status update may be delayed by ten seconds
+    time.sleep(STATUS_INTERVAL_S + 2)  # the last status update may be delayed by the interval
     began, cpu_s = time.time(), operator.cpu_s()
     time.sleep(quiet_s)
     used = (operator.cpu_s() - cpu_s) / quiet_s

@@ -7,10 +7,17 @@ from collections.abc import Callable
 POLL_S = 0.05
 
 
-def wait_for(condition: Callable[[], bool | None], description: str, *, timeout_s: float = 120.0) -> float:
+def wait_for(
+    condition: Callable[[], bool | None],
+    description: str,
+    *,
+    timeout_s: float = 120.0,
+    interval_s: float = POLL_S,
+) -> float:
     """Poll until the condition is true and return the seconds that took; an exception counts as false.
 
     The condition returns True, False, or None (true unless it raised); other values count as true.
+    `interval_s` is the time between two polls; use a longer one if a poll costs the machine something.
 
     Raises:
         TimeoutError: with the last exception as its cause.
@@ -19,7 +26,7 @@ def wait_for(condition: Callable[[], bool | None], description: str, *, timeout_
     while (error := _find_failure(condition)) is not None:
         if time.monotonic() - begin > timeout_s:
             raise TimeoutError(f"waited {timeout_s:.0f} s for {description}") from error
-        time.sleep(POLL_S)
+        time.sleep(interval_s)
     return time.monotonic() - begin
 
 
