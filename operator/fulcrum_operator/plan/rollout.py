@@ -15,6 +15,12 @@ from dataclasses import dataclass
 from fulcrum_core.api import LaunchSpec, PDInstance, PDPool, RefusedRevision
 from fulcrum_core.ports import EngineState
 from fulcrum_core.values import FAILED_STARTS_MAX
+from fulcrum_operator.plan.departing_nodes import (
+    count_moving_at_once,
+    departure_of,
+    find_departing,
+    is_creation_overdue,
+)
 from fulcrum_operator.plan.instance_state import (
     active_instances,
     engine_lost,
@@ -23,16 +29,12 @@ from fulcrum_operator.plan.instance_state import (
 )
 from fulcrum_operator.plan.observed import Observed
 from fulcrum_operator.plan.pools import desired_replicas
-from fulcrum_operator.plan.room import (
-    count_moving_at_once,
-    created_s,
-    departure_of,
-    find_overdue,
-    misses_replacement,
+from fulcrum_operator.plan.start_deadlines import (
+    created_at_s,
+    find_overdue_starts,
+    find_without_room,
     never_served,
-    on_departing_nodes,
     progress_timeout_s,
-    without_room,
 )
 
 
@@ -65,7 +67,7 @@ class PoolView:
     """New members of the target revision for which no node has had room for `SURGE_WAIT_S`."""
     cannot_start: tuple[PDInstance, ...]
     """New members for which a drain of a node no longer waits."""
-    misses_replacement: bool
+    creation_overdue: bool
     """Whether replacements of `departing`, if any are due, were not created for `EVICTION_WAIT_S`."""
     paused: bool
     """Whether `spec.rollout.paused` is set."""
@@ -88,14 +90,14 @@ class PoolView:
         return self.rolling_out and bool(self.without_room)
 
     @property
-    def can_move(self) -> bool:
+    def can_replace_departing(self) -> bool:
         """Whether new instances replace those on departing nodes, as far as is known."""
         return not (self.departing and (self.cannot_start or self.cannot_create))
 
     @property
     def cannot_create(self) -> bool:
         """Whether a replacement of an instance on a departing node is overdue."""
-        return self.misses_replacement and self.count_to_create(surge=0) > 0
+        return self.creation_overdue and self.count_to_create(surge=0) > 0
 
     def off_departing_nodes(self, members: tuple[PDInstance, ...]) -> tuple[PDInstance, ...]:
         """Those of `members` whose nodes stay."""
@@ -146,7 +148,7 @@ def view_pool(observed: Observed, pool: PDPool) -> PoolView:
     target, refused = _choose_target(observed, pool, members)
     revision = target.launch_revision
     updated = tuple(member for member in members if revision_of(member) == revision)
-    departing = on_departing_nodes(observed, members)
+    departing = find_departing(observed, members)
     causes = {found.cause for member in departing if (found := departure_of(observed, member)) is not None}
     return PoolView(
         pool=pool,
@@ -160,9 +162,9 @@ def view_pool(observed: Observed, pool: PDPool) -> PoolView:
         departing=departing,
         departure_causes=tuple(sorted(causes)),
         moving_at_once=count_moving_at_once(observed, departing),
-        without_room=without_room(observed, updated),
-        cannot_start=find_overdue(observed, (m for m in updated if m not in departing)),
-        misses_replacement=misses_replacement(observed, pool_members, departing),
+        without_room=find_without_room(observed, updated),
+        cannot_start=find_overdue_starts(observed, (m for m in updated if m not in departing)),
+        creation_overdue=is_creation_overdue(observed, pool_members, departing),
         paused=observed.service.spec.rollout.paused,
         refused=refused,
     )
@@ -173,7 +175,7 @@ def next_rollout_deadline_s(observed: Observed, view: PoolView) -> float | None:
     if view.pool.status.last_good is None or not view.rolling_out:
         return None
     waiting = (i for i in view.updated if never_served(i))
-    return min((created_s(observed, i) + progress_timeout_s(observed, i) for i in waiting), default=None)
+    return min((created_at_s(observed, i) + progress_timeout_s(observed, i) for i in waiting), default=None)
 
 
 def _choose_target(
@@ -202,6 +204,6 @@ def _cannot_start_reason(observed: Observed, updated: Iterable[PDInstance]) -> s
         if engine and ended and engine.restarts >= FAILED_STARTS_MAX:
             return f"{name} exited {engine.restarts} times: {engine.exit_reason or engine.message or message}"
         timeout_s = progress_timeout_s(observed, instance)
-        if never_served(instance) and observed.now_s >= created_s(observed, instance) + timeout_s:
+        if never_served(instance) and observed.now_s >= created_at_s(observed, instance) + timeout_s:
             return f"{name} did not serve within {timeout_s:g} s: {message or 'its engine is starting'}"
     return None

@@ -5,7 +5,7 @@ package decide the parts; this one puts them together.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from fulcrum_core.api import (
@@ -34,6 +34,8 @@ from fulcrum_operator.plan.assignment import (
     plan_assignment,
     refuse_changes,
 )
+from fulcrum_operator.plan.departing_nodes import creation_deadline_s, departure_of
+from fulcrum_operator.plan.disruption_budget import plan_min_available
 from fulcrum_operator.plan.instance_state import (
     active_instances,
     current_role,
@@ -52,7 +54,7 @@ from fulcrum_operator.plan.observed import Observed
 from fulcrum_operator.plan.phases import EngineAction, InstanceFacts, PhaseTransition, plan_transition
 from fulcrum_operator.plan.pools import desired_pools, desired_replicas
 from fulcrum_operator.plan.rollout import PoolView, next_rollout_deadline_s, view_pool
-from fulcrum_operator.plan.room import departure_of, plan_min_available, room_deadlines_s
+from fulcrum_operator.plan.start_deadlines import list_start_deadlines_s
 from fulcrum_operator.plan.status.kv_transfer_verified import verified_at
 from fulcrum_operator.plan.status.pool import report_pool
 from fulcrum_operator.plan.status.service import service_status
@@ -218,7 +220,7 @@ def _min_available(observed: Observed, views: tuple[PoolView, ...]) -> int:
         observed.service,
         desired=sum(map(desired_replicas, pools)),
         serving=sum(member.is_serving for view in views for member in view.members),
-        can_move=all(view.can_move for view in views),
+        can_replace_departing=all(view.can_replace_departing for view in views),
         sees_nodes=observed.sees_nodes,
         deletion_announced=any(
             found.is_certain
@@ -243,15 +245,16 @@ def _deadlines(observed: Observed, views: tuple[PoolView, ...], model: ModelPlan
     """Future deadlines only: this reconcile has acted on the past ones."""
     known = (
         *(next_rollout_deadline_s(observed, view) for view in views),
-        *(at_s for view in views for at_s in _room_deadlines_s(observed, view)),
+        *(at_s for view in views for at_s in _replacement_deadlines_s(observed, view)),
         model.deadline_s,
     )
     return [deadline_s for deadline_s in known if deadline_s is not None and deadline_s > observed.now_s]
 
 
-def _room_deadlines_s(observed: Observed, view: PoolView) -> Iterable[float]:
-    pool = members_of(observed.instances, view.name)
-    return room_deadlines_s(observed, pool, view.updated, view.departing)
+def _replacement_deadlines_s(observed: Observed, view: PoolView) -> Iterator[float]:
+    yield from list_start_deadlines_s(observed, view.updated, nodes_depart=bool(view.departing))
+    if view.departing:
+        yield creation_deadline_s(observed, members_of(observed.instances, view.name), view.departing)
 
 
 def _instance_facts(

@@ -26,8 +26,8 @@ def progressing(
         reason = conditions.ROLLING_OUT_IN_PLACE if in_place else conditions.ROLLOUT_PROGRESSING
         message = "; ".join((*map(_describe_rollout, rolling), *map(_describe_in_place, in_place)))
     elif moving:
-        can_move = all(view.can_move for view in moving)
-        reason = conditions.MOVING_INSTANCES if can_move else conditions.EVICTION_ALLOWED
+        can_replace_departing = all(view.can_replace_departing for view in moving)
+        reason = conditions.MOVING_INSTANCES if can_replace_departing else conditions.EVICTION_ALLOWED
         message = "; ".join(map(_describe_moving, moving))
     elif changing or len(desired) != desired_replicas:
         reason, message = (
@@ -61,7 +61,7 @@ def _describe_in_place(view: PoolView) -> str:
 
 def _describe_moving(view: PoolView) -> str:
     where = f"{_list_names(view.departing)} on nodes to be drained ({', '.join(view.departure_causes)})"
-    if view.can_move:
+    if view.can_replace_departing:
         return f"{where}: new instances replace them first"
     names = _list_names(view.cannot_start)
     obstacle = f"{names} cannot start instead" if names else "no new instance can be created instead"
