@@ -1,8 +1,8 @@
-"""Share of requests that met their latency objectives in the last minutes, from the router's counters.
+"""SLO attainment of the last minutes, by tier: a window of samples of the router's counters.
 
-The counters of a router run from its start. Samples of them make a sliding window: only requests that were
-added between two samples of one ledger are known to lie in it. Only ended requests count; those that their
-client cancelled in time count neither as met nor as missed. `controller/reconcile` keeps the window between
+The counters run from the router's start. A request is in the window if it was counted between two samples of
+the same router process, so requests that end around a restart are missing. Requests that their client
+cancelled in time count neither as met nor as missed. `controller/reconcile` keeps the window between
 reconciles, and `status/slo_met` turns its report into a condition.
 """
 
@@ -43,11 +43,11 @@ class SloSample:
     """The router's counts at one time."""
 
     at_s: float
-    ledger_since_s: float
-    """Start of the router's ledger, in unix seconds; it identifies the router process."""
+    router_since_s: float
+    """Start of the router, in unix seconds; it identifies the router process."""
     tiers: Mapping[str, SloCounts]
     misses: Mapping[str, int] = field(default_factory=dict)
-    """Requests of all tiers that missed, by the part that took the most time."""
+    """Requests of all tiers that missed, by the latency part that took the most time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class SloWindow:
     """Samples of the last minutes and the last report. In memory only: lost with the process."""
 
     sampling_since_s: float = math.inf
-    """Time of the first pass, in unix seconds."""
+    """Time of the first reconcile, in unix seconds."""
     samples: tuple[SloSample, ...] = ()
     report: SloReport | None = None
     """Last report; None before the first one: the status stays as it is."""
@@ -134,7 +134,7 @@ def _count_ended(tier: TierState) -> SloCounts:
 
 
 def count_added(samples: Iterable[SloSample]) -> dict[str, SloCounts]:
-    """Requests by tier that were added between samples of one ledger.
+    """Requests by tier that were added between samples of one router process.
 
     A count that decreased belongs to a restarted router: that interval is skipped.
     """
@@ -143,7 +143,7 @@ def count_added(samples: Iterable[SloSample]) -> dict[str, SloCounts]:
     for before, after in pairwise(samples):
         known = {name: before.tiers.get(name, SloCounts(0, 0)) for name in after.tiers}
         fell = any(after.tiers[name].ended < counts.ended for name, counts in known.items())
-        if fell or after.ledger_since_s != before.ledger_since_s:
+        if fell or after.router_since_s != before.router_since_s:
             continue
         for name, counts in known.items():
             ended[name] += after.tiers[name].ended - counts.ended
@@ -152,16 +152,16 @@ def count_added(samples: Iterable[SloSample]) -> dict[str, SloCounts]:
 
 
 def count_misses(samples: Iterable[SloSample]) -> Counter[str]:
-    """Requests that missed their objectives between samples of one ledger, by part."""
+    """Requests that missed their objectives between samples of one router process, by latency part."""
     misses: Counter[str] = Counter()
     for before, after in pairwise(samples):
-        if after.ledger_since_s == before.ledger_since_s:
+        if after.router_since_s == before.router_since_s:
             misses += Counter(after.misses) - Counter(before.misses)
     return misses
 
 
 def _describe_misses(samples: Iterable[SloSample]) -> str:
-    """Name the part by which most requests missed; nothing without a miss."""
+    """Name the latency part by which most requests missed; nothing without a miss."""
     misses = count_misses(samples)
     if not misses:
         return ""

@@ -39,12 +39,12 @@ def tier(
     return TierState(name=name, slo_met=met, cancelled=cancelled, left_late=left_late, **counts)
 
 
-def router_counts(*tiers: TierState, ledger_s: float = 0.0) -> RouterState:
-    return router().model_copy(update={"tiers": tiers, "ledger_since_s": ledger_s})
+def router_counts(*tiers: TierState, router_since_s: float = 0.0) -> RouterState:
+    return router().model_copy(update={"tiers": tiers, "ledger_since_s": router_since_s})
 
 
-def default_tier_counts(ended: int, met: int, *, ledger_s: float = 0.0) -> RouterState:
-    return router_counts(tier("default", ended, met), ledger_s=ledger_s)
+def default_tier_counts(ended: int, met: int, *, router_since_s: float = 0.0) -> RouterState:
+    return router_counts(tier("default", ended, met), router_since_s=router_since_s)
 
 
 def window_after(
@@ -121,10 +121,10 @@ MET = ("True", "Attained", "99.0 % of 200 requests in 5m met TTFT and TPOT; 99 %
         pytest.param(
             [
                 default_tier_counts(900, 0),
-                default_tier_counts(10, 0, ledger_s=1.0),
+                default_tier_counts(10, 0, router_since_s=1.0),
                 None,
                 None,
-                default_tier_counts(210, 198, ledger_s=1.0),
+                default_tier_counts(210, 198, router_since_s=1.0),
             ],
             MET,
             id="a restarted router counts from its first sample",
@@ -132,10 +132,10 @@ MET = ("True", "Attained", "99.0 % of 200 requests in 5m met TTFT and TPOT; 99 %
         pytest.param(
             [
                 default_tier_counts(0, 0),
-                default_tier_counts(900, 0, ledger_s=1.0),
+                default_tier_counts(900, 0, router_since_s=1.0),
                 None,
                 None,
-                default_tier_counts(1100, 198, ledger_s=1.0),
+                default_tier_counts(1100, 198, router_since_s=1.0),
             ],
             MET,
             id="requests before the first sample of a new active router are of unknown age",
@@ -283,18 +283,18 @@ COUNTS = st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda pair: (max
 def test_counted_requests_never_exceed_those_added(
     polls: list[tuple[Mapping[str, tuple[int, int]], int]],
 ) -> None:
-    """Counts of one ledger grow; `met` is never above `ended`."""
-    samples, total, ledger = list[SloSample](), dict[str, tuple[int, int]](), 0
+    """Counts of one router process grow; `met` is never above `ended`."""
+    samples, total, router_since_s = list[SloSample](), dict[str, tuple[int, int]](), 0
     added = 0
     for number, (more, restart) in enumerate(polls):
         if restart == 3:
-            ledger, total = ledger + 1, {}
+            router_since_s, total = router_since_s + 1, {}
         for name, (ended, met) in more.items():
             old = total.get(name, (0, 0))
             total[name] = (old[0] + ended, old[1] + met)
             added += ended
         tiers = {name: SloCounts(*counts) for name, counts in total.items()}
-        samples.append(SloSample(float(number), float(ledger), tiers))
+        samples.append(SloSample(float(number), float(router_since_s), tiers))
     found = count_added(samples)
     assert all(0 <= counts.met <= counts.ended for counts in found.values())
     assert sum(counts.ended for counts in found.values()) <= added
