@@ -31,11 +31,17 @@ _TIMEOUT_S = 10.0
 _RETRY_PAUSES_S = (1.0, 4.0)
 """Pauses before the retries of a request that failed for a temporary reason, in seconds."""
 _HUB_MODEL_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
-_PERMANENT_ERRORS = {
-    401: "a token is required: name its Secret in modelSource.tokenSecret",
+_TOKEN_REQUIRED = "no such model, or a token is required: name its Secret in spec.modelSource.tokenSecret"
+_TOKEN_ERRORS = {
+    401: "the hub does not accept the token in spec.modelSource.tokenSecret or the variable HF_TOKEN",
     403: "the token has no access to the model",
-    404: "no such model or revision, or no access to it with this token",
 }
+_NOT_FOUND_ERRORS = {
+    "RepoNotFound": "no such model, or the token has no access to it",
+    "RevisionNotFound": "the model has no such revision",
+    "EntryNotFound": "the model has no such file",
+}
+"""Reasons for a status 404, by the header X-Error-Code of Hugging Face; other hubs do not send it."""
 
 
 class ConfigUnreadable(Exception):
@@ -51,7 +57,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         reason = " ".join(str(error).split())
         text, code = reason[: REPORT_BYTES_MAX // 4], 1  # a character takes four bytes at most
     print(text, flush=True)
-    args.report.write_text(text, encoding="utf-8")
+    try:
+        args.report.write_text(text, encoding="utf-8")
+    except OSError as error:
+        print(f"{args.report}: {error.strerror}: the result cannot be written", flush=True)
+        code = 1
     sys.exit(code)
 
 
@@ -121,7 +131,7 @@ def read_hub(
     """
     if not _HUB_MODEL_NAME.fullmatch(model):
         raise ConfigUnreadable(
-            f"spec.model ({model}) is not a hub model name; name its location in modelSource"
+            "no hub model has such a name: for a model elsewhere, set pvc or hostPath in spec.modelSource"
         )
     url = f"{hub.rstrip('/')}/{model}/resolve/{quote(revision, safe='')}/config.json"
     headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -145,10 +155,8 @@ def _fetch(client: httpx.Client, url: str) -> bytes:
         ConfigUnreadable: for a permanent error.
     """
     with client.stream("GET", url) as response:
-        if response.status_code in _PERMANENT_ERRORS:
-            raise ConfigUnreadable(
-                f"{url}: {_PERMANENT_ERRORS[response.status_code]} (status {response.status_code})"
-            )
+        if (reason := _describe_refusal(response, "authorization" in client.headers)) is not None:
+            raise ConfigUnreadable(f"{url}: {reason} (status {response.status_code})")
         response.raise_for_status()
         body = b""
         for chunk in response.iter_bytes():
@@ -156,9 +164,19 @@ def _fetch(client: httpx.Client, url: str) -> bytes:
         return body
 
 
+def _describe_refusal(response: httpx.Response, with_token: bool) -> str | None:
+    """The reason of a permanent error; None for any other status."""
+    if response.status_code == httpx.codes.NOT_FOUND:
+        code = response.headers.get("x-error-code", "")
+        return _NOT_FOUND_ERRORS.get(code, "no such model, revision or file")
+    if response.status_code in _TOKEN_ERRORS and not with_token:
+        return _TOKEN_REQUIRED  # Hugging Face responds with 401 also for a model that does not exist
+    return _TOKEN_ERRORS.get(response.status_code)
+
+
 def _describe_error(error: Exception) -> str:
     if isinstance(error, httpx.HTTPStatusError):
-        return f"the hub responded with status {error.response.status_code}"
+        return f"the hub responded with an error (status {error.response.status_code})"
     return str(error) or type(error).__name__
 
 

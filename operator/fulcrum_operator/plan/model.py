@@ -180,8 +180,18 @@ def _judge_attempt(
         error = f"{waited}: {attempt.start_failure}" if attempt.start_failure else waited
     if error is None:
         return ModelPlan(status=known, request=request, deadline_s=ends_s)
+    error = f"{_describe_location(request.start)}: {error}"
     failed = ModelStatus(error=error[:_ERROR_LENGTH_MAX], **common)
     return ModelPlan(status=failed, deadline_s=now_s + retry_pause_s(request.attempt))
+
+
+def _describe_location(start: LaunchSpec) -> str:
+    """The user's field that locates the model, with its value: the reader's paths are those of its pod."""
+    source = start.model_source
+    if source is None or source.is_at_hub:
+        return f"spec.model ({start.model})"
+    fields = (("pvc", source.pvc), ("hostPath", source.host_path), ("path", source.path))
+    return f"spec.modelSource ({', '.join(f'{name}: {value}' for name, value in fields if value)})"
 
 
 def _config_error(excerpt: Mapping[str, Any]) -> str | None:

@@ -107,7 +107,8 @@ def test_an_unreadable_model_does_not_delay_engines(api: NamespaceClient) -> Non
     found = api.condition("ModelFits")
     assert (found["status"], found["reason"]) == ("Unknown", "ModelUnknown")
     known = api.get("pdservices", "chat")["status"]["model"]
-    assert (known["error"], known["attempts"]) == (why, 1)
+    error = f"spec.modelSource (pvc: models, path: llama): {why}"
+    assert (known["error"], known["attempts"]) == (error, 1)
 
 
 def test_a_new_model_is_read_before_the_first_engine_of_its_rollout(api: NamespaceClient) -> None:

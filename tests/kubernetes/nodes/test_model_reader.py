@@ -62,7 +62,11 @@ def list_pod_names(cluster: Cluster, namespace: str) -> list[str]:
 
 @pytest.mark.timeout(240)
 def test_model_config_is_read_in_a_pod_and_a_missing_one_is_reported_with_its_path(
-    cluster: Cluster, namespace: str, real: DeployedService, record_measurement: RecordMeasurement
+    cluster: Cluster,
+    namespace: str,
+    real: DeployedService,
+    weights: Path,
+    record_measurement: RecordMeasurement,
 ) -> None:
     began_s = time.monotonic()
     wait_for(lambda: bool(read_model_status(real)), "the model to be read", timeout_s=90)
@@ -82,6 +86,7 @@ def test_model_config_is_read_in_a_pod_and_a_missing_one_is_reported_with_its_pa
     )
     real.patch("pdservices", {"spec": {"modelSource": {"path": "lama"}}})
     wait_for(lambda: "error" in read_model_status(real), "the next model to be looked for", timeout_s=60)
+    location = f"spec.modelSource (hostPath: {weights}, path: lama)"
     why = "/models/lama/config.json: No such file or directory; /models contains llama"
-    assert read_model_status(real)["error"] == why
+    assert read_model_status(real)["error"] == f"{location}: {why}"
     record_measurement(f"applied to model read: {read_s:.1f} s")

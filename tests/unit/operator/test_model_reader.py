@@ -32,6 +32,8 @@ class Hub:
     responses: dict[str, tuple[int, bytes]] = field(default_factory=dict)
     failures: int = 0
     """Number of requests that get 503 first."""
+    error_code: str = ""
+    """Header X-Error-Code of each response, as Hugging Face sends it."""
     requests: list[tuple[str, str | None]] = field(default_factory=list)
     """Path and Authorization header of each request."""
 
@@ -49,6 +51,8 @@ def hub() -> Iterator[Hub]:
             self.send_response(status)
             if status in (302, 307):
                 self.send_header("location", body.decode())
+            if running_hub.error_code:
+                self.send_header("x-error-code", running_hub.error_code)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -97,20 +101,35 @@ def test_request_to_an_unavailable_hub_is_retried(hub: Hub) -> None:
     assert fetch_config(hub) == BODY
 
 
+TOKEN_REQUIRED = "no such model, or a token is required: name its Secret in spec.modelSource.tokenSecret"
+TOKEN_REFUSED = "the hub does not accept the token in spec.modelSource.tokenSecret or the variable HF_TOKEN"
+
+
 @pytest.mark.parametrize(
-    ("status", "why"),
+    ("status", "code", "token", "why"),
     [
-        (401, "a token is required: name its Secret in modelSource.tokenSecret (status 401)"),
-        (403, "the token has no access to the model (status 403)"),
-        (404, "no such model or revision, or no access to it with this token (status 404)"),
-        (500, "the hub responded with status 500"),
+        pytest.param(401, "", "", TOKEN_REQUIRED, id="no token"),
+        pytest.param(401, "GatedRepo", "", TOKEN_REQUIRED, id="no token for a model with terms"),
+        pytest.param(401, "", "x", TOKEN_REFUSED, id="an invalid token"),
+        pytest.param(403, "", "", TOKEN_REQUIRED, id="a proxy without a token"),
+        pytest.param(
+            403, "GatedRepo", "x", "the token has no access to the model", id="a token without access"
+        ),
+        pytest.param(
+            404, "RepoNotFound", "x", "no such model, or the token has no access to it", id="no model"
+        ),
+        pytest.param(404, "RevisionNotFound", "", "the model has no such revision", id="no revision"),
+        pytest.param(404, "EntryNotFound", "", "the model has no such file", id="no file"),
+        pytest.param(404, "", "", "no such model, revision or file", id="not found by another hub"),
+        pytest.param(500, "", "", "the hub responded with an error", id="a broken hub"),
     ],
 )
-def test_hub_error_names_the_remedy(hub: Hub, status: int, why: str) -> None:
+def test_hub_error_names_the_remedy(hub: Hub, status: int, code: str, token: str, why: str) -> None:
     hub.responses[CONFIG_PATH] = status, b""
+    hub.error_code = code
     with pytest.raises(ConfigUnreadable) as refused:
-        fetch_config(hub)
-    assert str(refused.value) == f"{hub.url}{CONFIG_PATH}: {why}"
+        fetch_config(hub, token=token)
+    assert str(refused.value) == f"{hub.url}{CONFIG_PATH}: {why} (status {status})"
     assert len(hub.requests) == (3 if status == 500 else 1), "permanent errors are not retried"
 
 
@@ -121,7 +140,7 @@ def test_unreachable_hub_is_named_in_the_error() -> None:
 
 
 def test_name_that_no_hub_can_have_is_not_requested(hub: Hub) -> None:
-    with pytest.raises(ConfigUnreadable, match=r"spec.model \(/opt/model\) is not a hub model name"):
+    with pytest.raises(ConfigUnreadable, match=r"^no hub model has such a name: for a model elsewhere"):
         fetch_config(hub, model="/opt/model")
     assert hub.requests == []
 
@@ -180,6 +199,20 @@ def test_failure_report_is_one_line_within_the_size_limit(tmp_path: Path) -> Non
     text = report.read_text()
     assert (ended.value.code, text.count("\n")) == (1, 0)
     assert len(text.encode()) <= REPORT_BYTES_MAX
+
+
+def test_report_that_cannot_be_written_is_an_error_in_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kubernetes takes the end of the log where the file is empty; the operator takes its last line."""
+    (tmp_path / "config.json").write_bytes(BODY)
+    with pytest.raises(SystemExit) as ended:
+        main(["--folder", str(tmp_path), "--report", "/dev/full"])
+    last_line = capsys.readouterr().out.splitlines()[-1]
+    assert (ended.value.code, last_line) == (
+        1,
+        "/dev/full: No space left on device: the result cannot be written",
+    )
 
 
 def test_hub_url_and_token_come_from_the_environment(

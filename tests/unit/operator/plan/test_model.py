@@ -153,9 +153,33 @@ def test_launch_request_has_the_model_facts_of_its_instance() -> None:
 )
 def test_unreadable_model_does_not_delay_instances(attempt: ModelReadAttempt, why: str) -> None:
     plan = plan_service(observed := new_service(attempt=attempt))
-    assert reported_model(plan) == ModelStatus(key=model_key_of(), error=why, attempts=1, at=NOW_S)
+    assert reported_model(plan) == ModelStatus(
+        key=model_key_of(), error=f"spec.model (m): {why}", attempts=1, at=NOW_S
+    )
     assert [i.spec.config_excerpt for i in created_instances(plan, observed)] == [None, None]
     assert (plan.model_read, plan.requeue_after_s) == (None, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("source", "location"),
+    [
+        pytest.param({}, "spec.model (m)", id="hub"),
+        pytest.param({"revision": "v2", "tokenSecret": "hub"}, "spec.model (m)", id="revision of the hub"),
+        pytest.param({"pvc": "models"}, "spec.modelSource (pvc: models)", id="claim"),
+        pytest.param(
+            {"pvc": "models", "path": "lama"}, "spec.modelSource (pvc: models, path: lama)", id="in a claim"
+        ),
+        pytest.param(
+            {"hostPath": "/srv", "path": "lama"}, "spec.modelSource (hostPath: /srv, path: lama)", id="node"
+        ),
+    ],
+)
+def test_error_begins_with_the_users_field_and_its_value(source: dict[str, Any], location: str) -> None:
+    change: dict[str, Any] = {"modelSource": source}
+    attempt = replace(read_attempt(error="no such file"), key=model_key_of(**change))
+    found = reported_model(plan_service(new_service(attempt=attempt, **change)))
+    assert found is not None
+    assert found.error == f"{location}: no such file"
 
 
 def test_reader_pod_that_cannot_start_is_given_one_minute() -> None:
