@@ -12,6 +12,7 @@ _INTRODUCTION = """# Kinds
 
 All kinds are in the API group `fulcrum.dev`, version `v1alpha1`. `kubectl explain pds.spec` shows the
 same texts. `[]` marks the items of a list, `{}` the values of a map.
+"Errors" are the messages with which the API server refuses a value.
 
 """
 
@@ -78,5 +79,6 @@ def _describe_limits(field: dict[str, Any]) -> str:
 
 
 def _describe(field: dict[str, Any]) -> str:
-    rules = [rule["message"] for rule in field.get("x-kubernetes-validations", ())]
-    return "; ".join([field.get("description", ""), *rules])
+    description = str(field.get("description", ""))
+    errors = ", ".join(f'"{rule["message"]}"' for rule in field.get("x-kubernetes-validations", ()))
+    return f"{description} Errors: {errors}." if errors else description
