@@ -125,8 +125,8 @@ def _service() -> Rows:
         ),
         lines(
             "Load by role",
-            "1: the objective is just met. Above it the autoscaler flips, or holds for a reason on "
-            "its board.",
+            "1: the objective is just met. Above it the autoscaler flips, or holds; the dashboard "
+            "Autoscaler shows the reason.",
             [Query(f"max by (role) (fulcrum_autoscaler_load_ratio{{{SELECTOR}}})", "{{role}}")],
             limit=1.0,
         ),
@@ -173,8 +173,8 @@ def _service() -> Rows:
         ),
         lines(
             "Failed legs",
-            "Requests to engines that failed, by cause. engine, network: the board Instances names "
-            "the instance.",
+            "Requests to engines that failed, by cause. For engine and network the dashboard "
+            "Instances names the instance.",
             [_rate("router_leg_failures_total", "phase, cause")],
             unit="reqps",
         ),
