@@ -20,7 +20,6 @@ from fulcrum_autoscaler.metrics import ServiceMetrics
 from fulcrum_autoscaler.watched_objects import WatchedObjects
 from fulcrum_cluster.informer import Informer
 from fulcrum_cluster.memory_store import MemoryStore
-from fulcrum_core.api.manifest import parse_as
 from fulcrum_core.api.meta import Resource
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance
@@ -39,6 +38,7 @@ from fulcrum_simulator.engine import OutputToken
 from fulcrum_simulator.routing import Outcome, SimulatedRequest
 from fulcrum_simulator.workload import WorkloadRequest
 from tests.clocks import LoopClock
+from tests.objects import make_object
 from tests.simulation.engines import EngineProcess, Network, SimulatedRuntime
 from tests.simulation.history import History
 from tests.simulation.router import SimulatedRouter
@@ -190,7 +190,7 @@ class _Simulation:
 
     async def run(self) -> SimulationResult:
         self._build()
-        service = parse_as(PDService, {"metadata": {"name": SERVICE_NAME}, "spec": dict(self._scenario.spec)})
+        service = make_object(PDService, SERVICE_NAME, self._scenario.spec)
         self._cooldown_s = service.spec.autoscaling.flip.prefill_to_decode_cooldown
         await self._store.create(service)
         async with asyncio.TaskGroup() as tasks:

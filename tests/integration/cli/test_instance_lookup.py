@@ -4,7 +4,6 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,14 +13,14 @@ from fulcrum_cli.target.selection import LocalTarget
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.memory_store import MemoryStore
 from fulcrum_cluster.store_server import serve_store
-from fulcrum_core.api.manifest import parse_object
+from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.errors import InvalidInput
+from tests.objects import make_object
 
 
-def instance(name: str, service: str) -> Any:
+def instance(name: str, service: str) -> PDInstance:
     spec = {"service": service, "pool": "flex", "model": "m", "engine": {"type": "Simulated"}}
-    body = {"apiVersion": "fulcrum.dev/v1alpha1", "kind": "PDInstance", "metadata": {"name": name}}
-    return parse_object({**body, "spec": spec})
+    return make_object(PDInstance, name, spec)
 
 
 def run_info(service: str, socket: Path) -> RunInfo:

@@ -6,22 +6,18 @@ from collections.abc import AsyncIterator
 import pytest
 
 from fulcrum_cli.local.run import LocalRun, LocalRunOptions, run_local
-from fulcrum_core.api import PDInstance, PDService, parse_object
+from fulcrum_core.api import PDInstance, PDService
+from tests.objects import make_object
 
 DEADLINE_S = 60.0
-SERVICE = {
-    "apiVersion": "fulcrum.dev/v1alpha1",
-    "kind": "PDService",
-    "metadata": {"name": "chat"},
-    "spec": {"model": "m", "instances": 2, "autoscaling": {"mode": "Off"}},
-}
+SPEC = {"model": "m", "instances": 2, "autoscaling": {"mode": "Off"}}
 
 
 @pytest.fixture
 async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalRun]:
     """A service of two serving instances."""
     options = LocalRunOptions(port=0, run_dir=tmp_path_factory.mktemp("r"))
-    async with run_local([parse_object(SERVICE)], options) as local_run:
+    async with run_local([make_object(PDService, "chat", SPEC)], options) as local_run:
         async with asyncio.timeout(DEADLINE_S):
             await local_run.wait_serving()
         yield local_run

@@ -20,9 +20,10 @@ from fulcrum_cli.local.run import LocalRun, LocalRunOptions, run_local
 from fulcrum_cli.local.run_folder import find_runs
 from fulcrum_cli.local.supervised_process import ProcessSpec, StartFailed
 from fulcrum_cluster.client import open_store
-from fulcrum_core.api import PDInstance, PDService, Resource, parse_object
+from fulcrum_core.api import PDInstance, PDService, Resource
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.values import Phase
+from tests.objects import make_object
 from tests.waiting import wait_until
 
 TINY = (sys.executable, str(Path(__file__).parent / "tiny_program.py"))
@@ -37,17 +38,7 @@ DEADLINE_S = 30.0
 
 def manifest(**spec: Any) -> list[Resource]:
     """A service `chat` of two instances."""
-    given = {"model": "m", "instances": 2, **spec}
-    return [
-        parse_object(
-            {
-                "apiVersion": "fulcrum.dev/v1alpha1",
-                "kind": "PDService",
-                "metadata": {"name": "chat"},
-                "spec": given,
-            }
-        )
-    ]
+    return [make_object(PDService, "chat", {"model": "m", "instances": 2, **spec})]
 
 
 @pytest.fixture(autouse=True)

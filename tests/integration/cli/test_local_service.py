@@ -8,22 +8,18 @@ import pytest
 
 from fulcrum_cli.local.run import LocalRun, LocalRunOptions, run_local
 from fulcrum_cluster.router_client import HttpRouterClient, open_http_client
-from fulcrum_core.api import PDAssignment, PDInstance, PDPool, PDService, parse_object
+from fulcrum_core.api import PDAssignment, PDInstance, PDPool, PDService
 from fulcrum_core.assignment import build_flip
 from fulcrum_core.merge_patch import create_merge_patch
 from fulcrum_core.router_state import RouterState
 from fulcrum_core.values import Actor, Role
+from tests.objects import make_object
 
 DEADLINE_S = 30.0
-SERVICE = {
-    "apiVersion": "fulcrum.dev/v1alpha1",
-    "kind": "PDService",
-    "metadata": {"name": "chat"},
-    "spec": {
-        "model": "m",
-        "pools": [{"name": "flex", "instances": {"min": 2, "max": 3}}],
-        "autoscaling": {"mode": "Off"},
-    },
+SPEC = {
+    "model": "m",
+    "pools": [{"name": "flex", "instances": {"min": 2, "max": 3}}],
+    "autoscaling": {"mode": "Off"},
 }
 
 
@@ -31,7 +27,7 @@ SERVICE = {
 async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalRun]:
     """A service of two serving instances that can be scaled to three."""
     options = LocalRunOptions(port=0, run_dir=tmp_path_factory.mktemp("r"))
-    async with run_local([parse_object(SERVICE)], options) as local_run:
+    async with run_local([make_object(PDService, "chat", SPEC)], options) as local_run:
         async with asyncio.timeout(DEADLINE_S):
             await local_run.wait_serving()
         yield local_run

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -19,7 +18,6 @@ import pytest
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.memory_store import MemoryStore
 from fulcrum_cluster.store_server import serve_store
-from fulcrum_core.api.manifest import parse_as
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdservice import PDService
@@ -27,6 +25,7 @@ from fulcrum_core.router_state import FlipRequest, RouterState
 from fulcrum_core.values import Role
 from fulcrum_simulator.text import output_text, prompt_digest
 from tests.integration.simulator.servers import DEADLINE_S, MODEL, Server, launch, ready
+from tests.objects import make_object
 
 TOKEN = "a-token"
 FLIPS = 20
@@ -62,10 +61,6 @@ class RunningService:
         """Patch the assignment and return its new generation."""
         patch = {"spec": {"roles": {name: {"role": role, "by": "Person"}}}}
         return (await self.store.patch(PDAssignment, "s", patch, namespace="default")).metadata.generation
-
-
-def manifest(kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
-    return {"apiVersion": "fulcrum.dev/v1alpha1", "kind": kind, "metadata": {"name": name}, "spec": spec}
 
 
 def expected_text(prompt: str, tokens: int = 4) -> str:
@@ -109,7 +104,7 @@ async def service(tmp_path: Path, engines: dict[str, Server]) -> AsyncIterator[R
     """A service of the three engines: the first has the prefill role, the others decode."""
     store, path, token = MemoryStore(SystemClock()), tmp_path / "store.sock", tmp_path / "token"
     token.write_text(TOKEN)
-    await store.create(parse_as(PDService, manifest("PDService", "s", {"model": MODEL, "instances": 3})))
+    await store.create(make_object(PDService, "s", {"model": MODEL, "instances": 3}))
     for name, engine in engines.items():
         spec = {
             "service": "s",
@@ -117,15 +112,13 @@ async def service(tmp_path: Path, engines: dict[str, Server]) -> AsyncIterator[R
             "model": MODEL,
             "engine": {"type": "Simulated", "profile": "laptop"},
         }
-        await store.create(parse_as(PDInstance, manifest("PDInstance", name, spec)))
+        await store.create(make_object(PDInstance, name, spec))
         status = {"phase": "Serving", "endpoint": f"127.0.0.1:{engine.port}", "identity": IDENTITY}
         await store.patch_status(PDInstance, name, status, namespace="default")
     roles = {
         n: {"role": "Prefill" if n == "s-0" else "Decode", "since": SINCE, "by": "Operator"} for n in engines
     }
-    await store.create(
-        parse_as(PDAssignment, manifest("PDAssignment", "s", {"service": "s", "roles": roles}))
-    )
+    await store.create(make_object(PDAssignment, "s", {"service": "s", "roles": roles}))
     arguments = ("--service", "s", "--store", f"unix:{path}", "--token-file", str(token))
     async with serve_store(store, path), aiohttp.ClientSession() as session:
         with router_process(*arguments) as process:

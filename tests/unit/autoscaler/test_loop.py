@@ -22,6 +22,7 @@ from fulcrum_core.ports import Clock, R
 from fulcrum_core.router_state import FlipRequest, InstanceState, RouterState
 from fulcrum_core.values import Actor, Role
 from tests.clocks import LoopClock, ManualClock
+from tests.objects import make_object
 from tests.unit.autoscaler.builders import NOW_S, decode, make_flip_request, make_router_state, prefill
 from tests.waiting import advance
 
@@ -126,23 +127,11 @@ class AutoscalerSetup:
             "slo": {"ttft": "1s", "tpot": "100ms"},
             "autoscaling": {"arrow": {"consecutiveTicks": 1}, **autoscaling},
         }
-        self.objects.the_service = await self.store.create(
-            parse_as(PDService, {"metadata": {"name": "chat"}, "spec": spec})
-        )
+        self.objects.the_service = await self.store.create(make_object(PDService, "chat", spec))
         roles = {"chat-0": "Prefill", "chat-1": "Prefill", "chat-2": "Decode"}
         given = {"since": "2020-01-01T00:00:00.000000Z", "by": "Operator"}
-        await self.store.create(
-            parse_as(
-                PDAssignment,
-                {
-                    "metadata": {"name": "chat"},
-                    "spec": {
-                        "service": "chat",
-                        "roles": {name: {"role": role, **given} for name, role in roles.items()},
-                    },
-                },
-            )
-        )
+        entries = {name: {"role": role, **given} for name, role in roles.items()}
+        await self.store.create(make_object(PDAssignment, "chat", {"service": "chat", "roles": entries}))
         for name in roles:
             await self.add_instance(name)
         await self.refresh_assignment()
@@ -337,18 +326,9 @@ async def test_a_flip_is_rechecked_against_the_instances_in_the_store(setup: Aut
 
 async def test_instances_of_a_fixed_pool_are_not_flipped_by_the_loop(setup: AutoscalerSetup) -> None:
     await setup.create_objects()
-    pool = {
-        "metadata": {"name": "chat-flex"},
-        "spec": {
-            "service": "chat",
-            "model": "m",
-            "engine": {},
-            "role": "Prefill",
-            "replicas": 2,
-            "instances": {"min": 2},
-        },
-    }
-    setup.objects.the_pools.append(parse_as(PDPool, pool))
+    start = {"service": "chat", "model": "m", "engine": {}}
+    pool = {**start, "role": "Prefill", "replicas": 2, "instances": {"min": 2}}
+    setup.objects.the_pools.append(make_object(PDPool, "chat-flex", pool))
     decision = await setup.autoscaler.tick()
     assert "belongs to a pool that only serves Prefill" in decision.reason
 

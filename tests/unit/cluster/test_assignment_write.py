@@ -8,13 +8,13 @@ import pytest
 from fulcrum_cluster.assignment_write import update_assignment
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.memory_store import MemoryStore
-from fulcrum_core.api.manifest import parse_object
 from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.assignment import build_flip
 from fulcrum_core.errors import Conflict
 from fulcrum_core.ports import R
 from fulcrum_core.values import Actor, Role
+from tests.objects import create_service_of_three
 
 CLOCK = SystemClock()
 
@@ -32,27 +32,11 @@ class ContestedStore(MemoryStore):
         return await super().patch(kind, name, patch, **where)
 
 
-def make_object(kind: str, name: str, spec: Mapping[str, Any]) -> Any:
-    return parse_object(
-        {"apiVersion": "fulcrum.dev/v1alpha1", "kind": kind, "metadata": {"name": name}, "spec": spec}
-    )
-
-
 @pytest.fixture
 async def store() -> ContestedStore:
     """A service of one prefill and two decode instances, all serving."""
     store = ContestedStore(CLOCK)
-    await store.create(make_object("PDService", "chat", {"model": "m", "instances": 3}))
-    roles = {"chat-0": "Prefill", "chat-1": "Decode", "chat-2": "Decode"}
-    for name in roles:
-        spec = {"service": "chat", "pool": "flex", "model": "m", "engine": {"type": "Simulated"}}
-        await store.create(make_object("PDInstance", name, spec))
-        await store.patch_status(PDInstance, name, {"phase": "Serving"}, namespace="default")
-    entries = {
-        name: {"role": role, "since": "2026-01-01T00:00:00.000000Z", "by": "Operator"}
-        for name, role in roles.items()
-    }
-    await store.create(make_object("PDAssignment", "chat", {"service": "chat", "roles": entries}))
+    await create_service_of_three(store)
     return store
 
 

@@ -1,6 +1,5 @@
 """A flip requested by a person is one conditional write of the PDAssignment, checked first."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -8,36 +7,20 @@ import pytest
 from fulcrum_cli.assignment.writes import flip_instance
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.memory_store import MemoryStore
-from fulcrum_core.api.manifest import parse_object
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance
+from fulcrum_core.api.pdpool import PDPool
 from fulcrum_core.errors import Conflict, InvalidInput
 from fulcrum_core.ports import R
 from fulcrum_core.values import Actor, Role
-
-API = "fulcrum.dev/v1alpha1"
-
-
-def make_object(kind: str, name: str, spec: Mapping[str, Any]) -> Any:
-    return parse_object({"apiVersion": API, "kind": kind, "metadata": {"name": name}, "spec": spec})
+from tests.objects import create_service_of_three, make_object
 
 
 @pytest.fixture
 async def store() -> MemoryStore:
     """A service with one prefill and two decode instances, all serving."""
     store = MemoryStore(SystemClock())
-    await store.create(make_object("PDService", "chat", {"model": "m", "instances": 3}))
-    roles = {"chat-0": "Prefill", "chat-1": "Decode", "chat-2": "Decode"}
-    engine = {"type": "Simulated"}
-    for name in roles:
-        spec = {"service": "chat", "pool": "flex", "model": "m", "engine": engine}
-        await store.create(make_object("PDInstance", name, spec))
-        await store.patch_status(PDInstance, name, {"phase": "Serving"}, namespace="default")
-    entries = {
-        name: {"role": role, "since": "2026-01-01T00:00:00.000000Z", "by": "Operator"}
-        for name, role in roles.items()
-    }
-    await store.create(make_object("PDAssignment", "chat", {"service": "chat", "roles": entries}))
+    await create_service_of_three(store)
     return store
 
 
@@ -86,7 +69,7 @@ async def test_with_two_serving_instances_a_flip_is_refused_and_advises_more_ins
 async def test_a_refusal_that_more_instances_would_not_change_gives_no_advice(store: MemoryStore) -> None:
     pool = {"service": "chat", "model": "m", "engine": {}, "role": "Decode"}
     counts = {"replicas": 3, "instances": {"min": 3}}
-    await store.create(make_object("PDPool", "flex", {**pool, **counts}))
+    await store.create(make_object(PDPool, "flex", {**pool, **counts}))
     with pytest.raises(InvalidInput, match=r"belongs to a pool that only serves Decode$"):
         await flip_instance(store, "chat", "chat-1", Role.PREFILL, namespace="default", reason="")
 

@@ -8,13 +8,13 @@ import pytest
 from fulcrum_cli.commands.explain import decisions_from_assignment, first_roles, format_decisions
 from fulcrum_cli.commands.status import detail_lines, instance_table, service_table
 from fulcrum_cli.target.snapshot import ServiceSnapshot, attainment_percent
-from fulcrum_core.api.manifest import parse_object
 from fulcrum_core.api.meta import ObjectMeta
 from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec, RoleAssignment
 from fulcrum_core.api.pdinstance import PDInstance, PDInstanceStatus
 from fulcrum_core.api.pdservice import PDService, PDServiceStatus
 from fulcrum_core.router_state import RouterState, TierState
 from fulcrum_core.values import Actor, Phase, Role
+from tests.objects import make_object
 from tests.unit.core.router_states import router_state
 
 LOAD = {"low": 0.12, "high": 0.12, "instances": 4, "unknown": 0}
@@ -117,16 +117,7 @@ def printed(lines: list[str]) -> list[list[str]]:
 
 
 def service() -> PDService:
-    made = parse_object(
-        {
-            "apiVersion": "fulcrum.dev/v1alpha1",
-            "kind": "PDService",
-            "metadata": {"name": "chat"},
-            "spec": {"model": "m"},
-        }
-    )
-    assert isinstance(made, PDService)
-    return made
+    return make_object(PDService, "chat", {"model": "m"})
 
 
 NOW_S = 1_700_000_045.0
@@ -136,20 +127,9 @@ def instance(
     *, phase: str, profile: str = "laptop", engine: str = "Simulated", message: str = "", reason: str = ""
 ) -> PDInstance:
     """An instance that entered its phase 45 s before `NOW_S`."""
-    made = parse_object(
-        {
-            "apiVersion": "fulcrum.dev/v1alpha1",
-            "kind": "PDInstance",
-            "metadata": {"name": "chat-0"},
-            "spec": {
-                "service": "chat",
-                "pool": "flex",
-                "model": "m",
-                "engine": {"type": engine, "profile": profile},
-            },
-        }
-    )
-    assert isinstance(made, PDInstance)
+    launched = {"type": engine, "profile": profile}
+    spec = {"service": "chat", "pool": "flex", "model": "m", "engine": launched}
+    made = make_object(PDInstance, "chat-0", spec)
     status = PDInstanceStatus(phase=Phase(phase), phase_since=NOW_S - 45, message=message, reason=reason)
     return made.model_copy(update={"status": status})
 

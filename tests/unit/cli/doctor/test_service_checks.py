@@ -23,13 +23,13 @@ from fulcrum_cli.doctor.services import (
     check_status_is_current,
     check_tiers,
 )
-from fulcrum_core.api.manifest import parse_object
 from fulcrum_core.api.meta import Condition, format_time
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance, PDInstanceStatus
 from fulcrum_core.api.pdservice import PDService, PDServiceStatus
 from fulcrum_core.router_state import RouterState
 from fulcrum_core.values import Phase, Role
+from tests.objects import make_object
 from tests.unit.core.router_states import instance_state, router_state
 
 OK, WARNING, PROBLEM = Severity.OK, Severity.WARNING, Severity.PROBLEM
@@ -40,20 +40,10 @@ def summarise(finding: Finding) -> tuple[Severity, str]:
     return finding.severity, finding.observed
 
 
-def make_object(kind: str, name: str, spec: Mapping[str, Any]) -> Any:
-    body = {
-        "apiVersion": "fulcrum.dev/v1alpha1",
-        "kind": kind,
-        "metadata": {"name": name},
-        "spec": {k: v for k, v in spec.items() if v is not None},
-    }
-    return parse_object(body)
-
-
 def service(
     *conditions: Condition, generation: int = 3, observed_generation: int = 3, age_s: float = 60, **spec: Any
 ) -> PDService:
-    found: PDService = make_object("PDService", "chat", {"model": "m", "instances": 2, **spec})
+    found = make_object(PDService, "chat", {"model": "m", "instances": 2, **spec})
     times = {"generation": generation, "creation_timestamp": NOW_S - age_s}
     status = PDServiceStatus(conditions=conditions, observed_generation=observed_generation)
     return found.replace(metadata=found.metadata.model_copy(update=times), status=status)
@@ -72,7 +62,7 @@ def condition(kind: str, status: str, *, message: str = "", since_s: float = 0.0
 
 def instance(name: str, phase: str = "Serving", role: str | None = "Prefill", **identity: Any) -> PDInstance:
     spec = {"service": "chat", "pool": "flex", "model": "m", "engine": {}}
-    found: PDInstance = make_object("PDInstance", name, spec)
+    found = make_object(PDInstance, name, spec)
     known = {
         "model": "m",
         "engine": "e:1",
@@ -90,8 +80,7 @@ def assignment(**roles: str) -> PDAssignment:
         name.replace("_", "-"): {"role": role, "since": "2026-01-01T00:00:00Z", "by": "Operator"}
         for name, role in roles.items()
     }
-    found: PDAssignment = make_object("PDAssignment", "chat", {"service": "chat", "roles": entries})
-    return found
+    return make_object(PDAssignment, "chat", {"service": "chat", "roles": entries})
 
 
 P, D = instance("chat-0"), instance("chat-1", role="Decode")

@@ -15,11 +15,12 @@ from fulcrum_cli.local.engines import (
 )
 from fulcrum_cli.local.local_engine import LocalEngine, replace_engine, simulate_unless_named
 from fulcrum_cli.local.preflight import check_manifest
-from fulcrum_core.api import PDInstance, PDInstanceSpec, PDService, parse_object
+from fulcrum_core.api import PDInstance, PDInstanceSpec, PDService
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.kv_compatibility import can_transfer
 from fulcrum_core.values import FlipStrategy
 from fulcrum_operator.plan.pools import desired_pools
+from tests.objects import make_object
 from tests.paths import MODELS
 
 MODEL = (MODELS / "llama-3.1-8b" / "config.json").read_text(encoding="utf-8")
@@ -39,16 +40,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def service(**spec: Any) -> PDService:
     pools = [{"name": "flex", "instances": {"min": 2}}]
     given = {"model": "tiny-model", "engine": {"type": "vLLM"}, "pools": pools, **spec}
-    parsed = parse_object(
-        {
-            "apiVersion": "fulcrum.dev/v1alpha1",
-            "kind": "PDService",
-            "metadata": {"name": "chat"},
-            "spec": given,
-        }
-    )
-    assert isinstance(parsed, PDService)
-    return parsed
+    return make_object(PDService, "chat", given)
 
 
 def instance(owner: PDService, name: str = "chat-0") -> PDInstance:
@@ -207,13 +199,7 @@ def test_a_local_run_simulates_engines_unless_the_manifest_names_their_type(
     engine: dict[str, Any], kind: str
 ) -> None:
     pool = {"name": "flex", "instances": {"min": 3}, "hardware": {"resource": "nvidia.com/gpu"}}
-    owner = PDService.model_validate(
-        {
-            "kind": "PDService",
-            "metadata": {"name": "chat"},
-            "spec": {"model": "m", "engine": engine, "pools": [pool]},
-        }
-    )
+    owner = make_object(PDService, "chat", {"model": "m", "engine": engine, "pools": [pool]})
     run = simulate_unless_named(owner)
     assert isinstance(run, PDService)
     assert (run.spec.engine.type, owner.spec.engine.type) == (kind, "vLLM")

@@ -12,7 +12,6 @@ import pytest
 
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.memory_store import MemoryStore
-from fulcrum_core.api.manifest import parse_as
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdpool import PDPool
@@ -23,6 +22,7 @@ from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.observe.objects import StoreWatcher, load_models
 from fulcrum_router.router import Router
 from fulcrum_router.settings import Tier
+from tests.objects import make_object
 from tests.unit.router.fake_object_api import FakeObjectApi
 from tests.waiting import wait_until
 
@@ -44,7 +44,7 @@ class WatchedService:
 
     async def create_objects(self) -> None:
         spec = {"model": "m", "instances": 4, "qosTiers": ["gold", "absent"]}
-        await self.store.create(parse_as(PDService, manifest("PDService", "s", spec)))
+        await self.store.create(make_object(PDService, "s", spec))
         pool = {
             "service": "s",
             "model": "m",
@@ -53,16 +53,16 @@ class WatchedService:
             "replicas": 4,
             "instances": {"min": 4},
         }
-        await self.store.create(parse_as(PDPool, manifest("PDPool", "s-flex", pool)))
+        await self.store.create(make_object(PDPool, "s-flex", pool))
         tier = {"priority": 7, "slo": {"ttft": "100ms", "tpot": "10ms"}}
-        await self.store.create(parse_as(QoSTier, manifest("QoSTier", "gold", tier)))
+        await self.store.create(make_object(QoSTier, "gold", tier))
         for name in NAMES:
             own = {"service": "s", "pool": "s-flex", "model": "m", "engine": {}}
-            await self.store.create(parse_as(PDInstance, manifest("PDInstance", name, own)))
+            await self.store.create(make_object(PDInstance, name, own))
             await self.set_status(name)
         roles = {n: entry("Prefill" if n in NAMES[:2] else "Decode") for n in NAMES}
         assignment = {"service": "s", "roles": roles}
-        await self.store.create(parse_as(PDAssignment, manifest("PDAssignment", "s", assignment)))
+        await self.store.create(make_object(PDAssignment, "s", assignment))
 
     async def set_status(self, name: str, **status: Any) -> None:
         self._port += 1
@@ -82,10 +82,6 @@ class WatchedService:
 
     async def wait_until_acknowledged(self, generation: int) -> bool:
         return await self.router.applied_assignment.wait_until_reached(generation, DEADLINE_S)
-
-
-def manifest(kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
-    return {"apiVersion": "fulcrum.dev/v1alpha1", "kind": kind, "metadata": {"name": name}, "spec": spec}
 
 
 def entry(role: str) -> dict[str, Any]:
@@ -254,7 +250,7 @@ async def test_the_kv_lease_comes_from_the_identity_and_the_block_size_from_the_
 
 async def test_instances_of_other_services_are_ignored(watched: WatchedService) -> None:
     own = {"service": "other", "pool": "x", "model": "m", "engine": {}}
-    await watched.store.create(parse_as(PDInstance, manifest("PDInstance", "other-0", own)))
+    await watched.store.create(make_object(PDInstance, "other-0", own))
     await watched.wait_until_acknowledged(await watched.flip("s-0", "Decode"))
     assert set(watched.fleet()) == set(NAMES)
 
@@ -310,7 +306,7 @@ LLAMA_8B = json.loads((Path(__file__).parents[3] / "fixtures/models/llama-3.1-8b
 )
 def test_predictions_start_from_the_hardware(spec: dict[str, Any], ttft_s: float) -> None:
     full = {"service": "s", "pool": "p", "model": "m", "engine": {"type": "vLLM"}, **spec}
-    prefill, _ = load_models(parse_as(PDInstance, manifest("PDInstance", "i", full)).spec)
+    prefill, _ = load_models(make_object(PDInstance, "i", full).spec)
     assert prefill.ttft_s(1000) == pytest.approx(ttft_s, rel=0.05)
 
 
@@ -318,6 +314,6 @@ async def test_a_new_instance_starts_from_what_was_learned_of_its_pool(watched: 
     for _ in range(64):
         watched.router.fleet["s-0"].record_prefill(tokens=1000, cached_tokens=0, computed_for_s=7.0)
     own = {"service": "s", "pool": "s-flex", "model": "m", "engine": {}}
-    await watched.store.create(parse_as(PDInstance, manifest("PDInstance", "s-9", own)))
+    await watched.store.create(make_object(PDInstance, "s-9", own))
     await wait_until(lambda: watched.router.fleet.get("s-9"), "the instance is known")
     assert watched.router.fleet["s-9"].prefill_model.ttft_s(1000) == pytest.approx(7.0, rel=0.1)
