@@ -6,13 +6,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import httpx
 import pytest
 
+from fulcrum_cli.assignment.writes import flip_instance
 from fulcrum_cli.local.run import LocalRun, LocalRunOptions, run_local
 from fulcrum_cluster.router_client import HttpRouterClient, open_http_client
-from fulcrum_core.api import PDAssignment, PDInstance, PDPool, PDService
-from fulcrum_core.assignment import build_flip
-from fulcrum_core.merge_patch import create_merge_patch
+from fulcrum_core.api import PDInstance, PDPool, PDService
 from fulcrum_core.router_state import RouterState
-from fulcrum_core.values import Actor, Role
+from fulcrum_core.values import Role
 from tests.objects import make_object
 
 DEADLINE_S = 30.0
@@ -68,10 +67,8 @@ async def test_a_request_is_served_by_a_prefill_and_a_decode_instance(run: Local
 async def test_a_flip_changes_the_role_in_the_router_and_in_the_instances_status(run: LocalRun) -> None:
     await scale(run, 3)
     await wait_until(run, lambda: is_ready(run, "3/3"))
-    now = await run.store.get(PDAssignment, "chat", namespace="default")
-    spec = build_flip(now.spec, "chat-2", Role.PREFILL, by=Actor.PERSON, reason="requested", now_s=0.0)
-    written = await run.store.patch(
-        PDAssignment, "chat", {"spec": create_merge_patch(now.spec.dump(), spec.dump())}, namespace="default"
+    written = await flip_instance(
+        run.store, "chat", "chat-2", Role.PREFILL, namespace="default", reason="requested"
     )
 
     async def role_changed() -> bool:
@@ -80,7 +77,7 @@ async def test_a_flip_changes_the_role_in_the_router_and_in_the_instances_status
 
     await wait_until(run, role_changed)
     router = await read_state(run)
-    assert router.generation >= written.metadata.generation
+    assert router.generation >= written.generation
     assert {i.name: i.role for i in router.instances}["chat-2"] is Role.PREFILL
 
 
