@@ -1,5 +1,6 @@
 """API server down for 30 s: requests succeed; afterwards all components converge."""
 
+import contextlib
 import signal
 import time
 
@@ -23,9 +24,10 @@ def test_api_server_outage_of_30_s_fails_no_request_and_a_killed_engine_recovers
     cluster: Cluster, service: DeployedService, load: Load, record_measurement: RecordMeasurement
 ) -> None:
     victim = service.engines()[0]
-    with open_state_port(cluster, service.address()) as state:
+    with open_state_port(cluster, service.address()) as state, contextlib.ExitStack() as outage:
         with load.window("API server down") as away:
             cluster.kill_component(API_SERVER)
+            outage.callback(cluster.start_component, API_SERVER)
             stopped_at_s = time.monotonic()
             wait_for(lambda: time.monotonic() > stopped_at_s + OUTAGE_S / 2, "the time to pass")
         with load.window("engine killed without API server") as killed:
@@ -37,7 +39,7 @@ def test_api_server_outage_of_30_s_fails_no_request_and_a_killed_engine_recovers
             )
             wait_for(lambda: time.monotonic() > stopped_at_s + OUTAGE_S, "the time to pass")
         with load.window("API server restarted") as back:
-            cluster.start_component(API_SERVER)
+            outage.close()
             started_at_s = time.monotonic()
             patch = {"spec": {"roles": {victim.name: {"reason": "after the outage"}}}}
             generation = service.patch("pdassignments", patch)["metadata"]["generation"]
