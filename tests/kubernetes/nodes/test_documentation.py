@@ -112,7 +112,7 @@ def list_runbook_commands() -> list[str]:
         for line in page.read_text(encoding="utf-8").splitlines()
         if line.startswith(("    kubectl ", "    fulcrum "))
     ]
-    typed = (line for line in lines if not line.startswith(NOT_TYPED) and not line.endswith("--previous"))
+    typed = (line for line in lines if not line.startswith(NOT_TYPED) and " --previous" not in line)
     return sorted({_name_objects(line.partition(" | ")[0]) for line in typed})
 
 
@@ -121,6 +121,7 @@ def _name_objects(command: str) -> str:
         ("DECODE_POD", "chat-1"),
         ("NAME", "chat"),
         ("POD", "chat-1"),
+        ("INSTANCE", "chat-1"),
         ("FILE", "chat.yaml"),
     ):
         command = re.sub(rf"\b{capitals}\b", name, command)
