@@ -23,15 +23,17 @@ from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.logs import configure_logging
 from fulcrum_cluster.process import announce_ready, bind_socket, die_with_parent, exit_with_error
 from fulcrum_cluster.router_client import HttpRouterClient, open_http_client_for_all
+from fulcrum_cluster.tracing import open_root_spans
 from fulcrum_core.errors import InvalidInput
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run until SIGTERM or SIGINT. Invalid arguments print one line on stderr and exit with code 2."""
     die_with_parent()
-    configure_logging()
     try:
-        uvloop.run(_serve(parse_options(argv)))
+        options = parse_options(argv)
+        configure_logging(level=options.log_level)
+        uvloop.run(_serve(options))
     except (InvalidInput, OSError) as error:
         exit_with_error(error)
 
@@ -40,11 +42,13 @@ async def _serve(options: Options) -> None:
     stopped = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stopped.set)
-    histories, metrics = DecisionHistories(), AutoscalerMetrics()
+    histories = DecisionHistories()
     async with (
+        open_root_spans("fulcrum-autoscaler") as spans,
         open_store(options.store, program="fulcrum-autoscaler") as store,
         open_http_client_for_all(options.token_file) as client,
     ):
+        metrics = AutoscalerMetrics(spans)
         supervisor = AutoscalerSupervisor(
             store,
             namespace=options.namespace,

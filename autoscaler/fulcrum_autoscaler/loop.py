@@ -171,10 +171,12 @@ class ServiceAutoscaler:
         return service.spec.autoscaling.arrow.interval if service else 1.0
 
     async def _decide_and_record(self, trigger: Trigger, decide: DecisionFunction) -> FlipDecision:
+        began_s = self._clock.now_s()
         async with self._decision_lock:
             decision = await self._decide_and_write(trigger, decide)
         self._history.record(decision)
         self._metrics.record_decision(decision)
+        self._metrics.trace_flip(decision, began_s=began_s, now_s=self._clock.now_s())
         if decision.action is DecisionAction.FLIP:
             instances = (decision.instance, *decision.further_instances)
             log.info("instances flipped", instances=instances, to=decision.to, reason=decision.reason)

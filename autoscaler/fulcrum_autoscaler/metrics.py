@@ -1,8 +1,12 @@
-"""The Prometheus metrics of the autoscaler. `server` exposes them, `loop` records them."""
+"""The Prometheus metrics of the autoscaler, and the spans of its flips.
+
+`server` exposes the metrics, `loop` records both.
+"""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from fulcrum_autoscaler.policy import DecisionAction, FlipDecision, Loads, Observation
+from fulcrum_cluster.tracing import RootSpans
 from fulcrum_core.values import Role
 
 _UNKNOWN = float("nan")
@@ -10,9 +14,14 @@ _SERVICE_LABELS = ["namespace", "service"]
 
 
 class AutoscalerMetrics:
-    """The metric families of one autoscaler process, in a registry of their own."""
+    """The metric families of one autoscaler process, in a registry of their own.
 
-    def __init__(self) -> None:
+    Args:
+        spans: Takes a span of each flip; None: none are sent.
+    """
+
+    def __init__(self, spans: RootSpans | None = None) -> None:
+        self.spans = spans
         self.registry = CollectorRegistry()
         self.load = Gauge(
             "fulcrum_autoscaler_load_ratio",
@@ -93,6 +102,22 @@ class ServiceMetrics:
         loads = decision.loads or Loads(prefill=None, decode=None)
         for role, load in ((Role.PREFILL, loads.prefill), (Role.DECODE, loads.decode)):
             self._families.load.labels(**self._labels, role=role.lower()).set(load.low if load else _UNKNOWN)
+
+    def trace_flip(self, decision: FlipDecision, *, began_s: float, now_s: float) -> None:
+        """Send a span of a flip, from the begin of its decision until it was written. Times are unix time."""
+        spans = self._families.spans
+        if spans is None or decision.action is not DecisionAction.FLIP or decision.to is None:
+            return
+        names = ",".join((decision.instance or "", *decision.further_instances))
+        attributes = {
+            "fulcrum.namespace": self._labels["namespace"],
+            "fulcrum.service": self._labels["service"],
+            "fulcrum.instances": names,
+            "fulcrum.to": decision.to.lower(),
+            "fulcrum.trigger": str(decision.trigger),
+            "fulcrum.reason": decision.reason,
+        }
+        spans.send("fulcrum.flip", start_s=began_s, end_s=now_s, attributes=attributes)
 
     def remove(self) -> None:
         """Remove the service's series, after the service was deleted."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from fulcrum_cluster.logs import add_log_level_option
 from fulcrum_cluster.process import ArgumentParser
 from fulcrum_core.errors import InvalidInput
 
@@ -28,6 +29,7 @@ class Options:
     token_file: Path
     host: str
     port: int
+    log_level: str
 
     def router_url(self, namespace: str, service: str) -> str:
         """Return the URL of the state port of a service's router."""
@@ -58,6 +60,7 @@ def parse_options(arguments: Sequence[str] | None) -> Options:
         token_file=parsed.token_file,
         host=parsed.host,
         port=parsed.port,
+        log_level=parsed.log_level,
     )
     _check_url(options)
     _check_token(parsed.token_file)
@@ -114,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="file with the bearer token for state ports; read for every request",
     )
+    add_log_level_option(parser)
     add("--host", default="127.0.0.1", help="address to serve /decisions and /metrics on (%(default)s)")
     add("--port", default=0, type=int, help="port to serve them on; 0: any free port (%(default)s)")
     return parser

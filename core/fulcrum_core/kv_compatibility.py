@@ -28,12 +28,11 @@ def can_transfer(prefill: EngineIdentity, decode: EngineIdentity) -> Verdict:
     agree. They do not compare the model's revision, so it is compared here. A decode instance can read KV
     only into one pipeline stage.
     """
-    for name, words in _MUST_BE_EQUAL.items():
-        ours, theirs = getattr(prefill, name), getattr(decode, name)
-        if ours != theirs:
-            return Verdict(
-                False, f"{words} differs: prefill has {_display(ours)}, decode has {_display(theirs)}"
-            )
+    for name, description in _MUST_BE_EQUAL.items():
+        of_prefill, of_decode = getattr(prefill, name), getattr(decode, name)
+        if of_prefill != of_decode:
+            values = f"prefill has {_display(of_prefill)}, decode has {_display(of_decode)}"
+            return Verdict(False, f"{description} differs: {values}")
     if (reason := _refuse_tensor_parallel(prefill, decode)) is not None:
         return Verdict(False, reason)
     if decode.pipeline_parallel > 1:
@@ -50,15 +49,15 @@ def _refuse_tensor_parallel(prefill: EngineIdentity, decode: EngineIdentity) -> 
     KV heads, because some ranks then hold copies. Under latent attention every rank holds a copy, and decode
     reads one. LMCache transfers only between ranks of the same number.
     """
-    ours, theirs = prefill.tensor_parallel, decode.tensor_parallel
-    sizes = f"prefill has {format_count(ours, 'tensor-parallel rank')}, decode has {theirs}"
-    if ours == theirs:
+    prefill_ranks, decode_ranks = prefill.tensor_parallel, decode.tensor_parallel
+    sizes = f"prefill has {format_count(prefill_ranks, 'tensor-parallel rank')}, decode has {decode_ranks}"
+    if prefill_ranks == decode_ranks:
         return None
     if decode.connector == "LMCache":
         return f"{sizes}: LMCache transfers KV only between ranks of the same number"
-    if max(ours, theirs) % min(ours, theirs):
+    if max(prefill_ranks, decode_ranks) % min(prefill_ranks, decode_ranks):
         return f"{sizes}: neither divides the other"
-    if ours > theirs and not decode.latent and 0 < prefill.kv_heads < ours:
+    if prefill_ranks > decode_ranks and not decode.latent and 0 < prefill.kv_heads < prefill_ranks:
         return f"{sizes}: of {prefill.kv_heads} KV heads prefill holds copies, which fewer ranks cannot read"
     return None
 

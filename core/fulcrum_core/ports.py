@@ -189,6 +189,8 @@ class EngineObservation:
     """Its deletion was requested, by the operator or another client. RUNNING while it still responds."""
     lacks_room: bool = False
     """STARTING, but no node has room for it, or a quota is used up: another engine would have to end."""
+    node: str = ""
+    """Node that the engine runs on; empty if there is none yet, or the runtime has no nodes."""
     node_departure: NodeDeparture | None = None
     """Its node is about to be drained or deleted; None for a node that stays."""
     node_lost: bool = False

@@ -55,6 +55,10 @@ class InstanceState(_WireModel):
     engine_waiting: int | None = Field(
         default=None, description="Requests that wait in the engine, by its count; None: not reported."
     )
+    decode_is_full: bool = Field(
+        default=False,
+        description="Whether requests of lower tiers, still in time, wait in the router for room in decode.",
+    )
     kv_capacity_tokens: int | None = Field(
         default=None, description="Tokens that the engine's KV cache holds; None: not reported."
     )

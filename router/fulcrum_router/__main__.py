@@ -16,9 +16,11 @@ from fulcrum_router.server import serve
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run until SIGTERM or SIGINT. Bad arguments end the process with one line and exit code 2."""
     die_with_parent()
-    configure_logging(exception_texts=False)  # such a text may hold part of a prompt
     try:
-        uvloop.run(_run(parse_options(arguments)))
+        options = parse_options(arguments)
+        # The text of an exception may hold part of a prompt.
+        configure_logging(level=options.log_level, exception_texts=False)
+        uvloop.run(_run(options))
     except InvalidInput as error:
         exit_with_error(error)
 

@@ -10,39 +10,18 @@ from operator import add
 from fulcrum_core.histogram import Histogram
 from fulcrum_core.values import Role
 from fulcrum_router.policy.journey import LocalPrefillReason, StopReason
-from fulcrum_router.policy.latency_parts import PARTS, find_cause_of_miss
+from fulcrum_router.policy.latency_parts import CAUSES_OF_MISS, PARTS, LatencyPart, find_cause_of_miss
 from fulcrum_router.settings import Tier
 
 # Bounds grow by at most half where objectives lie (TTFT 0.1 to 10 s, TPOT 10 to 200 ms), so that a quantile
-# is off by at most half there.
+# is off by at most half there. Each bound is a series of each tier.
 TTFT_BUCKETS_S = (
-    *(0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
-    *(1.5, 2.0, 3.0, 4.0, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0),
+    *(0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
+    *(1.5, 2.0, 3.0, 4.0, 5.0, 7.5, 10.0, 30.0, 60.0),
 )
-RESPONSE_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-TPOT_BUCKETS_S = (
-    *(0.001, 0.002, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1),
-    *(0.15, 0.2, 0.3, 0.5, 1.0),
-)
-WAIT_BUCKETS_S = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.05,
-    0.1,
-    0.2,
-    0.3,
-    0.5,
-    0.75,
-    1.0,
-    1.5,
-    2.0,
-    3.0,
-    5.0,
-    10.0,
-    30.0,
-)
+RESPONSE_BUCKETS_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0)
+TPOT_BUCKETS_S = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5)
+WAIT_BUCKETS_S = (0.005, 0.02, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 PREFILL, DECODE = "prefill", "decode"
 """Values of the label `phase`."""
@@ -67,6 +46,22 @@ class RequestOutcome(StrEnum):
     __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call
 
 
+class ContinuationOutcome(StrEnum):
+    """What became of a stream whose engine failed after the first byte."""
+
+    CONTINUED = "continued"
+    """Another engine went on with it."""
+    FAILED = "failed"
+    """No other engine could: there was none, it failed as well, or the request is a query of death."""
+    NOT_SOUND = "not_sound"
+    """The rest would not fit: no seed, tools, a grammar, log-probabilities, several choices."""
+    NOT_KEPT = "not_kept"
+    """Too long to be kept."""
+
+    __hash__ = str.__hash__  # see RequestOutcome
+
+
+_WAITING = PARTS.index(LatencyPart.WAITING)
 _OK = RequestOutcome.OK  # an attribute of an enum is slow to read
 _JUDGED = frozenset(
     {RequestOutcome.OK, RequestOutcome.FAILED, RequestOutcome.BROKEN, RequestOutcome.LEFT_LATE}
@@ -98,7 +93,7 @@ class TierCounters:
         """Times from the arrival of a request until its first leg is sent."""
         self.seconds_by_part = [0.0] * len(PARTS)
         """Time of the requests that met or missed their objectives, in the order of `PARTS`."""
-        self.misses_by_part = dict.fromkeys(PARTS, 0)
+        self.misses_by_part = dict.fromkeys(CAUSES_OF_MISS, 0)
 
 
 class Counters:
@@ -114,6 +109,8 @@ class Counters:
         """Failed attempts, by phase and `Failure`."""
         self.stopped_requests: defaultdict[StopReason, int] = defaultdict(int)
         """Requests that failed and were not tried again, by reason."""
+        self.continuations = dict.fromkeys(ContinuationOutcome, 0)
+        """Streams whose engine failed after the first byte, by outcome; each failure counts."""
         self.local_prefills: defaultdict[LocalPrefillReason, int] = defaultdict(int)
         """Requests whose prompt the decode instance computed, by reason."""
         self.dispatches: defaultdict[tuple[str, str], int] = defaultdict(int)
@@ -139,6 +136,8 @@ class Counters:
         """Requests without a valid API key, by reason: missing or unknown."""
         self.task_failures: dict[str, int] = {}
         """Failures of background tasks, by name."""
+        self.failed_handshakes: dict[str, int] = {}
+        """TLS handshakes of clients that did not succeed, by reason."""
         self.refused_connections = 0
         """Connections of clients over the limit."""
 
@@ -200,7 +199,7 @@ class Counters:
         if outcome not in _JUDGED:
             return
         counters = self.get_tier(tier.name)
-        counters.waiting.observe(parts[0])
+        counters.waiting.observe(parts[_WAITING])
         counters.seconds_by_part = list(map(add, counters.seconds_by_part, parts))
         if not met:
             counters.misses_by_part[find_cause_of_miss(parts, tier.slo, tokens=tokens)] += 1

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fulcrum_cluster.logs import add_log_level_option
 from fulcrum_cluster.process import ArgumentParser
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.values import Role
@@ -26,6 +27,7 @@ class RouterOptions:
     port: int
     state_port: int
     metrics_port: int
+    log_level: str
     token: str | None
     """Token of the state port in a local run."""
     state_callers: tuple[str, ...]
@@ -76,6 +78,7 @@ def parse_options(arguments: Sequence[str] | None) -> RouterOptions:
         port=given.port,
         state_port=given.state_port,
         metrics_port=given.metrics_port,
+        log_level=given.log_level,
         token=None if given.token_file is None else _read_token(given.token_file),
         state_callers=_parse_subjects(given.state_callers),
         store=given.store,
@@ -183,6 +186,7 @@ def _build_parser() -> argparse.ArgumentParser:
         metavar="ROLE=HOST:PORT,…",
         help="fixed endpoints instead of a store, to measure the data path",
     )
+    add_log_level_option(parser)
     add("--host", default="127.0.0.1", help="address on which all ports listen (%(default)s)")
     add("--port", type=int, default=0, help="port for clients; 0: any free port (%(default)s)")
     add(

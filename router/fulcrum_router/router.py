@@ -18,7 +18,8 @@ from fulcrum_router.counters import PREFILL, Counters
 from fulcrum_router.fleet.flip_requests import AppliedAssignment, FlipRequests
 from fulcrum_router.fleet.instances import Fleet, Instance
 from fulcrum_router.http1.failures import Failure, LegFailed
-from fulcrum_router.http1.limits import make_request_memory
+from fulcrum_router.http1.inline_task import Turns
+from fulcrum_router.http1.limits import KEPT_SHARE, KeptBytes, make_request_memory
 from fulcrum_router.policy import FlipProposal, FlipProposalRules, TokensPerByte, TransferPairs, TtftErrors
 from fulcrum_router.policy.blame import Blame, find_blame, is_rejection, is_sickness
 from fulcrum_router.policy.journey import JourneyContext
@@ -29,6 +30,7 @@ from fulcrum_router.policy.learned_models import (
     parse_models,
 )
 from fulcrum_router.settings import ServiceSettings
+from fulcrum_router.tracing.request_trace import RequestTracer
 
 log = structlog.get_logger()
 
@@ -48,6 +50,9 @@ class Router:
         self.counters = Counters()
         self.callers = CallerRules(api_keys or ApiKeys(), self.counters)
         self.request_memory = make_request_memory()
+        self.kept_streams = KeptBytes(int(KEPT_SHARE * self.request_memory.max_bytes))
+        self.continuation_turns = Turns()
+        """When an engine dies, each of its streams is prepared for the next one in a turn of its own."""
         self.tokens_per_byte = TokensPerByte()
         self.ttft_errors = TtftErrors()
         self.pairs = TransferPairs()
@@ -56,6 +61,8 @@ class Router:
         self.applied_assignment = AppliedAssignment()
         self.flip_requests = FlipRequests()
         self.journeys: JourneyContext[Instance] = JourneyContext(self.fleet, self.pairs)
+        self.tracer: RequestTracer | None = None
+        """None: no request is traced."""
         self.active = True
         """Whether traffic is directed to this router. A standby also serves the requests that it gets."""
         self.leaving = False
@@ -78,6 +85,10 @@ class Router:
         """
         self.settings = settings
         self.journeys.waiting_room.prefill_ahead_s = settings.prefill_ahead_s
+        tiers = (settings.default_tier, *settings.tiers.values())
+        self.journeys.decode_share.set_tiers(
+            {-tier.engine_priority for tier in tiers}, tpot_s=min(tier.slo.tpot_s for tier in tiers)
+        )
         mode, arrow = settings.autoscaling_mode, settings.flip_policy is FlipPolicy.ARROW
         self.journeys.flip_waits.enabled = mode is AutoscalingMode.AUTO and arrow
         self.journeys.flip_rules = FlipProposalRules(

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import os
 import random
 import socket
 import ssl
@@ -18,6 +19,7 @@ from aiohttp import web
 from fulcrum_cluster.client import ClusterClient, open_cluster
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.process import bind_socket
+from fulcrum_cluster.tracing import open_otlp_sender, read_trace_settings
 from fulcrum_core.api.qostier import SloSpec
 from fulcrum_core.api.router import TimeoutsSpec
 from fulcrum_core.errors import InvalidInput
@@ -40,6 +42,7 @@ from fulcrum_router.options import RouterOptions
 from fulcrum_router.policy.intervals import SWEEP_INTERVAL_S
 from fulcrum_router.router import Router
 from fulcrum_router.settings import DEFAULT_TIER, ServiceSettings, Tier, Timeouts
+from fulcrum_router.tracing.request_trace import RequestTracer
 
 BACKLOG = 4_096
 """Connections that wait to be accepted."""
@@ -105,7 +108,9 @@ class RouterServer:
         else:
             bound.setblocking(False)
             bound.listen(BACKLOG)
-            run = functools.partial(TlsAcceptor(tls, self.clients).run, bound)
+            run = functools.partial(
+                TlsAcceptor(tls, self.clients, failures=self.router.counters.failed_handshakes).run, bound
+            )
             close, accepting = bound.close, _keep_running(self.router, "handshakes", run)
         async with accepting:
             try:
@@ -161,6 +166,7 @@ async def serve(options: RouterOptions, stopped: asyncio.Event, *, announce: Cal
         page = MetricsPage(build_registry(router))
         await stack.enter_async_context(_serve_app(make_metrics_app(page), metrics))
         ports["metrics_port"] = _port(metrics)
+        await _open_tracer(stack, router, options)
         if watcher is not None and options.lease is not None:
             await _wait_until_synced(watcher)
         server = RouterServer(router)
@@ -192,6 +198,15 @@ def _keep_running(
     router: Router, name: str, run: Callable[[], Coroutine[Any, Any, None]]
 ) -> AbstractAsyncContextManager[None]:
     return background_task(run, name=name, failures=router.counters.task_failures)
+
+
+async def _open_tracer(stack: contextlib.AsyncExitStack, router: Router, options: RouterOptions) -> None:
+    """Trace requests if the environment names a receiver of spans, until the stack is closed."""
+    settings = read_trace_settings(os.environ)
+    instance = options.identity or options.service
+    sender = await stack.enter_async_context(open_otlp_sender("fulcrum-router", settings, instance=instance))
+    if sender is not None and settings is not None:
+        router.tracer = RequestTracer(sender, ratio=settings.ratio, rng=random.Random())
 
 
 async def _watch_store(

@@ -263,8 +263,8 @@ def run_random_requests(seed: int) -> list[object]:
     """Run random requests on one engine; returns all events and times."""
     rng = random.Random(seed)
     side = TrackedEngine("e", 12)
-    jitter_rng = random.Random(seed)
-    side.engine = Engine(profile(12), engine_id="e", step_jitter=lambda: jitter_rng.uniform(0.95, 1.05))
+    noise_rng = random.Random(seed)
+    side.engine = Engine(profile(12), engine_id="e", draw_step_factor=lambda: noise_rng.uniform(0.95, 1.05))
     now_s, events = 0.0, list[object]()
     for i in range(60):
         prompt = rng.choice(["aa", "ab", "abb", "ba"]) * 4 * rng.randint(1, 4)

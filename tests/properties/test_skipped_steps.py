@@ -63,7 +63,7 @@ class Run:
             profile(blocks),
             engine_id="e",
             lease_s=LEASE_S,
-            step_jitter=None if seed is None else lambda: rng.uniform(0.9, 1.1),
+            draw_step_factor=None if seed is None else lambda: rng.uniform(0.9, 1.1),
         )
         self.steps = SteppedEngine(self.engine, lookahead_steps=lookahead_steps)
         self.trace: list[Any] = []
@@ -97,7 +97,10 @@ class Run:
 
     def finish_step(self, now_s: float) -> None:
         self.skip_to(now_s)
-        for event in self.steps.finish():
+        events, continued = self.steps.finish()
+        for name in continued:
+            self.tokens.setdefault(name, []).append(now_s)
+        for event in events:
             if isinstance(event, OutputToken):
                 self.tokens.setdefault(event.request_id, []).append(now_s)
             else:

@@ -27,7 +27,7 @@ class Request:
     deadline_s: float = 0.0
     excludes_instances: bool = False
 
-    def try_to_leave(self, now_s: float, *, late: bool) -> LeaveResult:  # noqa: ARG002  # the port's signature
+    def try_to_leave(self, now_s: float, *, late: bool, held_for_long: bool) -> LeaveResult:  # noqa: ARG002  # the port's signature
         hall = self.hall
         if hall.left is not None:
             return LeaveResult.BLOCKED

@@ -45,14 +45,14 @@ class EngineProcess:
         port: int,
         profile: EngineProfile,
         network: "Network",
-        jitter_rng: random.Random,
+        noise_rng: random.Random,
     ) -> None:
         self.name, self.port, self.restarts = name, port, restarts
         self.engine = Engine(
             profile,
             engine_id=f"{name}/{restarts}",
             lease_s=LEASE_S,
-            step_jitter=lambda: jitter_rng.uniform(0.95, 1.05),
+            draw_step_factor=lambda: noise_rng.uniform(0.95, 1.05),
         )
         self.egress, self.ingress = LinkEnd(), LinkEnd()
         self.alive = True
@@ -275,10 +275,10 @@ class SimulatedRuntime:
                 name, EngineState.STARTING, restarts, exit_reason=reason
             )
             await advance(self._profile.startup_s)
-            jitter_rng = random.Random(self._rng.random())
+            noise_rng = random.Random(self._rng.random())
             process = self._network.listen(
-                lambda port, restarts=restarts, jitter_rng=jitter_rng: EngineProcess(  # type: ignore[misc]
-                    name, restarts, port, self._profile, self._network, jitter_rng
+                lambda port, restarts=restarts, noise_rng=noise_rng: EngineProcess(  # type: ignore[misc]
+                    name, restarts, port, self._profile, self._network, noise_rng
                 )
             )
             self.processes[name] = process

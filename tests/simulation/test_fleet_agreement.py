@@ -45,7 +45,6 @@ def run_fleet(load: Sequence[WorkloadRequest]) -> tuple[float, float, float]:
         policy=parse_policy("static:4P4D", instances=8),
         slo=SLO,
         control=NO_HOPS,
-        lease_s=6.0,
     )
     records = simulate_fleet(load, options).records
     met = sum(record.meets(SLO) for record in records)

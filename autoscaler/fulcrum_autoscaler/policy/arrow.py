@@ -123,10 +123,9 @@ def _why_decode_needs_instance(loads: Loads, rules: AutoscalingRules) -> str | N
     if ld is None:
         return None
     if ld.low >= rules.expand:
-        return f"decode load {ld} is at least {rules.expand:.2f}"
+        return f"decode load {ld} has reached {rules.expand:.2f}"
     if lp is not None and lp.high <= rules.shrink <= ld.low:
-        shrink = f"{rules.shrink:.2f}"
-        return f"prefill load {lp} is at most {shrink} and decode load {ld} is at least {shrink}"
+        return f"decode load {ld} has reached {rules.shrink:.2f} and prefill load {lp} has not passed it"
     return None
 
 
@@ -201,7 +200,7 @@ def _try_flip(
     return replace(
         hold,
         action=DecisionAction.FLIP if rules.mode is AutoscalingMode.AUTO else DecisionAction.ADVISE,
-        reason=f"{cause}; {choice.instance} costs least: {choice.reason}",
+        reason=f"{cause}; cheapest to flip: {choice.instance} ({choice.reason})",
         instance=choice.instance,
         to=to,
         rejected=choice.rejected,

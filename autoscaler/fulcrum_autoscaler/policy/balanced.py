@@ -11,13 +11,13 @@ served one burst still serve the next one.
 import math
 from dataclasses import dataclass, replace
 
+from fulcrum_autoscaler.policy.batch_limit import UNKNOWN_LIMIT, BatchLimit
 from fulcrum_autoscaler.policy.decisions import DecisionAction, FlipDecision, RejectedInstance, Trigger
 from fulcrum_autoscaler.policy.forecast import DemandSample, add_sample, compute_rates
 from fulcrum_autoscaler.policy.observation import AutoscalingRules, Observation
 from fulcrum_autoscaler.policy.split_score import (
     Need,
     SplitScore,
-    find_sequences_max,
     measure_need,
     score_split,
 )
@@ -45,8 +45,7 @@ class BalanceState:
     regret_s: float = 0.0
     to: Role | None = None
     """Role that gains instances in the move that the regret was added up for."""
-    sequences_max: float = math.inf
-    """Requests that an engine decodes together; infinite: not known."""
+    batch_limit: BatchLimit = UNKNOWN_LIMIT
 
 
 def decide_balance(
@@ -59,13 +58,13 @@ def decide_balance(
     state = replace(
         state,
         samples=add_sample(state.samples, observation.router),
-        sequences_max=find_sequences_max(decode, state.sequences_max),
+        batch_limit=state.batch_limit.observe(decode),
     )
     prefill_count, decode_count = len(observation.serving_states(Role.PREFILL)), len(decode)
     rates = compute_rates(state.samples)
     if rates is None or not prefill_count or not decode_count:
         return replace(state, regret_s=0.0), _hold(observation, "the demand is not known yet", now_s)
-    need = measure_need(observation, rates, rules.slo, state.sequences_max)
+    need = measure_need(observation, rates, rules.slo, state.batch_limit.requests)
     if need is None:
         return replace(state, regret_s=0.0), _hold(observation, "no latency model is known yet", now_s)
     current, target = _find_target(prefill_count, decode_count, need, rules)

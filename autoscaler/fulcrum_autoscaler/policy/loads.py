@@ -1,7 +1,9 @@
 """The load of each role relative to its objective: LP and LD of Arrow's Algorithm 2.
 
 LP = mean over prefill instances of queued prefill seconds / TTFT objective, LD = mean over decode instances
-of inter-token latency / TPOT objective.
+of inter-token latency / TPOT objective. Two things are added to Arrow's LD, since an engine whose KV cache is
+full is fast, and lets requests wait: KV tokens / 0.8 of the cache counts if it is more, and 1 if requests
+wait in the router for room in decode.
 
 An idle instance has load 0. The load of an instance is unknown if its queued seconds or its latency are NaN,
 infinite or negative, or if it decodes and reports no latency. An unknown load counts as 0 in `low` and as 1
@@ -18,6 +20,9 @@ from fulcrum_autoscaler.policy.observation import Observation
 from fulcrum_core.formatting import format_count
 from fulcrum_core.router_state import InstanceState
 from fulcrum_core.values import Role, Slo
+
+KV_FULL = 0.8
+"""Share of the KV cache that counts as a load of 1: from there on prompts may wait for room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +41,7 @@ class Load:
     def __str__(self) -> str:
         if self.unknown:
             of_all = format_count(self.instances, "instance")
-            return f"{self.low:.2f} to {self.high:.2f} ({self.unknown} of {of_all} unknown)"
+            return f"{self.low:.2f} to {self.high:.2f} ({self.unknown} of {of_all} without a figure)"
         return f"{self.low:.2f}"
 
 
@@ -64,8 +69,16 @@ def _prefill_load(state: InstanceState, slo: Slo) -> float | None:
 
 
 def _decode_load(state: InstanceState, slo: Slo) -> float | None:
-    idle = state.decode_legs == 0 and state.decode_tokens == 0
-    return 0.0 if idle else _ratio(state.itl_s, slo.tpot_s)
+    if state.decode_legs == 0 and state.decode_tokens == 0:
+        return 0.0
+    load = _ratio(state.itl_s, slo.tpot_s)
+    if load is None:
+        return None
+    if state.decode_is_full:
+        load = max(load, 1.0)
+    if state.kv_capacity_tokens:
+        load = max(load, state.decode_tokens / (KV_FULL * state.kv_capacity_tokens))
+    return load
 
 
 def _ratio(measured_s: float | None, objective_s: float) -> float | None:

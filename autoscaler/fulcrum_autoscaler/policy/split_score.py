@@ -6,7 +6,7 @@ With P prefill and D decode instances, S_T and S_D the objectives, and a horizon
     TTFT       (max(0, Q + (A - P)·H) / P + T) / S_T     Q: prefill work queued, T: that of a mean request
     TPOT       x / (0.8·MT)                 x: KV tokens per instance, MT: tokens whose step takes S_D
     KV cache   x / (0.9·capacity)           capacity: KV tokens that fit one instance
-    sequences  requests per instance / those that an engine runs while others wait
+    sequences  requests per instance / those that an engine decodes together (`batch_limit`)
 
 The KV tokens follow from the tokens R of the requests in flight, of those in the prefill queue only as many
 as are computed within the horizon, min(1, P·H/Q), and from those R* = a·I(x) that the arrivals
@@ -19,16 +19,12 @@ from dataclasses import dataclass
 
 from fulcrum_autoscaler.policy.forecast import Rates
 from fulcrum_autoscaler.policy.observation import Observation
-from fulcrum_core.router_state import InstanceState
 from fulcrum_core.values import Role, Slo
 
 BATCH_FULL = 0.8
 """Share of MT that the mean batch of a split may use."""
 KV_FULL = 0.9
 """Share of the KV cache from which requests start to wait: prompts need room for all of their tokens."""
-
-KV_WAITING = 0.8
-"""Share of the KV cache above which a request that waits may wait for blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +46,7 @@ class Need:
     itl_s: float
     """Inter-token latency now: measured, or as predicted for the tokens in flight."""
     sequences_max: float
-    """Requests that an engine decodes together; infinite: not known, none has waited."""
+    """Requests that an engine decodes together; infinite: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,25 +95,6 @@ def measure_need(observation: Observation, rates: Rates, slo: Slo, sequences_max
         itl_s=intercept_s + slope_s * tokens / len(decode) if itl_s is None else itl_s,
         sequences_max=sequences_max,
     )
-
-
-def find_sequences_max(decode: tuple[InstanceState, ...], before: float) -> float:
-    """Find how many requests an engine decodes together, from those that run while others wait for a place.
-
-    Requests that wait for a prompt to be computed or for KV blocks say nothing of it. The limit is constant:
-    the highest number counts.
-    """
-    running = [
-        float(state.decode_legs - state.engine_waiting)
-        for state in decode
-        if state.engine_waiting
-        and state.decode_legs > state.engine_waiting
-        and not state.prefill_tokens
-        and (state.kv_usage or 0.0) < KV_WAITING
-    ]
-    if not running:
-        return before
-    return max(running) if before == math.inf else max(before, *running)
 
 
 def score_split(prefill: int, decode: int, need: Need, slo: Slo, *, horizon_s: float) -> SplitScore:

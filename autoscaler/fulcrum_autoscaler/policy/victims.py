@@ -10,6 +10,7 @@ from fulcrum_autoscaler.policy.decisions import RejectedInstance
 from fulcrum_autoscaler.policy.observation import AutoscalingRules, Observation
 from fulcrum_core.api.pdassignment import PDAssignmentSpec
 from fulcrum_core.assignment import build_flip, may_apply
+from fulcrum_core.formatting import format_count
 from fulcrum_core.router_state import InstanceState
 from fulcrum_core.values import Actor, Role
 
@@ -103,7 +104,7 @@ def _has_prefill_work(state: InstanceState) -> bool:
 
 def _describe_work(state: InstanceState, source: Role) -> str:
     if source is Role.PREFILL:
-        suffix = ", still decodes" if _has_decode_work(state) else ""
+        suffix = ", already decodes" if _has_decode_work(state) else ""
         return f"{state.prefill_queued_s:.2f} s of prefill queued{suffix}"
-    suffix = ", still prefills" if _has_prefill_work(state) else ""
-    return f"{state.decode_tokens} tokens resident{suffix}"
+    suffix = ", already prefills" if _has_prefill_work(state) else ""
+    return f"{format_count(state.decode_tokens, 'token')} in its KV cache{suffix}"

@@ -24,6 +24,11 @@ from fulcrum_core.api.meta import (
 from fulcrum_core.api.registry import KINDS
 
 _RULES = "x-kubernetes-validations"
+_HEAD_DESCRIPTIONS = {
+    # API servers refuse a description of metadata: theirs is shown.
+    "apiVersion": f"API group and version: {GROUP}/{VERSION}.",
+    "kind": "Kind of the object.",
+}
 _DROPPED_KEYWORDS = {"title", "additionalProperties", "discriminator", "examples", "$defs"}
 
 
@@ -92,8 +97,10 @@ def _root_schema(kind: type[Resource]) -> dict[str, Any]:
     schema = kind.model_json_schema(by_alias=True, mode="validation")
     definitions = schema.get("$defs", {})
     properties: dict[str, Any] = {
-        "apiVersion": {"type": "string"},
-        "kind": {"type": "string"},
+        **{
+            name: {"type": "string", "description": description}
+            for name, description in _HEAD_DESCRIPTIONS.items()
+        },
         "metadata": {"type": "object"},
     }
     for name in ("spec", "status"):

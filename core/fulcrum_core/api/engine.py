@@ -37,12 +37,47 @@ class Connector(StrEnum):
     LMCACHE = "LMCache"
 
 
+_ONE_DOWNLOAD_FOLDER = "needs either pvc or hostPath"
+_ONE_SOURCE = "has more than one of pvc, hostPath, image and downloads: write one of them"
+
+
+class DownloadsSpec(ApiModel):
+    """Where engines keep the model that they download: the first one downloads each file, the others wait."""
+
+    model_config = ConfigDict(
+        json_schema_extra=cel_rule("has(self.pvc) != has(self.hostPath)", _ONE_DOWNLOAD_FOLDER)
+    )
+
+    pvc: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=253,
+        description="PersistentVolumeClaim, for one download in total; engines on several nodes need the "
+        "access mode ReadWriteMany.",
+    )
+    host_path: str | None = Field(
+        default=None,
+        max_length=1024,
+        pattern=r"^/",
+        description="Folder on each node, for one download on each node. It must exist, and user 65532 must "
+        "be able to write to it.",
+    )
+
+    @model_validator(mode="after")
+    def _check_one_folder(self) -> Self:
+        if (self.pvc is None) == (self.host_path is None):
+            raise ValueError(_ONE_DOWNLOAD_FOLDER)
+        return self
+
+
 class ModelSourceSpec(ApiModel):
-    """Where engines find the model: the hub, unless pvc or hostPath is set."""
+    """Where engines find the model: the hub, unless pvc, hostPath or image is set."""
 
     model_config = ConfigDict(
         json_schema_extra=cel_rule(
-            "!(has(self.pvc) && has(self.hostPath))", "has both pvc and hostPath: write one of them"
+            "[has(self.pvc), has(self.hostPath), has(self.image), has(self.downloads)]"
+            ".filter(given, given).size() <= 1",
+            _ONE_SOURCE,
         )
     )
 
@@ -61,16 +96,33 @@ class ModelSourceSpec(ApiModel):
         pattern=r"^/",
         description="Folder that holds the model, on the node or on this machine.",
     )
+    image: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=1024,
+        description="OCI image or artifact that holds the model, with its registry and a digest or tag. The "
+        "container runtime pulls it once for each node. Needs image volumes: Kubernetes 1.35, or the feature "
+        "gate ImageVolume.",
+    )
     path: str = Field(
         default="",
         max_length=1024,
-        description="Folder of the model inside the claim or hostPath (default: its root).",
+        description="Folder of the model inside the claim, hostPath or image (default: its root).",
+    )
+    downloads: DownloadsSpec | None = Field(
+        default=None,
+        description="Folder for downloads from the hub that engines share (default: each engine downloads "
+        "the model into its pod).",
     )
     token_secret: str | None = Field(
+        default=None, min_length=1, max_length=253, description="Secret with the hub's access token."
+    )
+    token_key: str | None = Field(
         default=None,
         min_length=1,
         max_length=253,
-        description="Secret with the hub's access token under the key `token`.",
+        pattern=r"^[-._a-zA-Z0-9]+$",
+        description="Key of the access token in tokenSecret (default: token).",
     )
     served_name: str | None = Field(
         default=None,
@@ -84,14 +136,15 @@ class ModelSourceSpec(ApiModel):
 
     @model_validator(mode="after")
     def _check_one_source(self) -> Self:
-        if self.pvc and self.host_path:
-            raise ValueError("has both pvc and hostPath: write one of them")
+        given = (self.pvc, self.host_path, self.image, self.downloads)
+        if sum(source is not None for source in given) > 1:
+            raise ValueError(_ONE_SOURCE)
         return self
 
     @property
     def is_at_hub(self) -> bool:
-        """Whether each engine downloads the model."""
-        return self.pvc is None and self.host_path is None
+        """Whether engines download the model."""
+        return self.pvc is None and self.host_path is None and self.image is None
 
 
 class ParallelismSpec(ApiModel):

@@ -20,7 +20,7 @@ from fulcrum_core.validation_rules import describe_rule, shorten_value
 R = TypeVar("R", bound=Resource)
 
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
-_YAML_BOOLEAN_WORDS = {True: ("On", "Yes"), False: ("Off", "No")}
+_YAML_BOOLEAN_SPELLINGS = {True: ("On", "Yes"), False: ("Off", "No")}
 _METADATA_FIELDS = {str(field.alias) for field in ObjectMeta.model_fields.values()} | {
     "deletionGracePeriodSeconds",
     "finalizers",
@@ -152,6 +152,6 @@ def _find_model(annotation: object) -> type[ApiModel] | None:
 
 def _missing_quotes_hint(value: object, rule: str) -> str:
     """Advice for a value that YAML reads as a boolean: `Off` without quotes is false."""
-    words = _YAML_BOOLEAN_WORDS[value] if isinstance(value, bool) else ()
-    meant = next((word for word in words if f"'{word}'" in rule), None)
+    spellings = _YAML_BOOLEAN_SPELLINGS[value] if isinstance(value, bool) else ()
+    meant = next((spelling for spelling in spellings if f"'{spelling}'" in rule), None)
     return f'; without quotes YAML reads {meant} as {str(value).lower()}: write "{meant}"' if meant else ""

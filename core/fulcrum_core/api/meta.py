@@ -122,9 +122,9 @@ def duration_schema_with_bounds(schema: JsonSchemaValue, bounds: JsonSchemaValue
 
 
 def _cel_bound_rule(bound: str, seconds: float) -> dict[str, str]:
-    operator, words = _BOUNDS[bound]
+    operator, message = _BOUNDS[bound]
     limit = format_duration(seconds) if seconds else "0s"
-    return {"rule": f"duration(self) {operator} duration('{limit}')", "message": f"{words} {limit}"}
+    return {"rule": f"duration(self) {operator} duration('{limit}')", "message": f"{message} {limit}"}
 
 
 class _DurationSchema:

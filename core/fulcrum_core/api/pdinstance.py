@@ -52,7 +52,7 @@ class EngineIdentitySpec(ApiModel):
     dtype: str = Field(default="", description="Data type of the computation.")
     attention: str = Field(default="", description="Attention back end, which decides the layout of KV.")
     connector: str = Field(default="", description="Connector that transfers KV.")
-    latent: bool = Field(default=False, description="Whether KV is one latent vector a token.")
+    latent: bool = Field(default=False, description="Whether KV is one latent vector per token, as in MLA.")
     kv_heads: int = Field(default=0, description="KV heads of the model; 0: unknown.")
     kv_lease: Duration = Field(
         default=KV_LEASE_S, description="How long the engine keeps KV that no decode instance fetches."
@@ -80,6 +80,11 @@ class PDInstanceStatus(ApiModel):
         description="Effective role: Prefill or Decode; Both if no other instance can take the other role.",
     )
     endpoint: str | None = Field(default=None, description="host:port of its HTTP API.")
+    node: str = Field(
+        default="",
+        max_length=253,
+        description="Node of its pod; empty before there is one, and in local runs.",
+    )
     identity: EngineIdentitySpec | None = Field(
         default=None, description="Engine identity, which must agree between engines that exchange KV."
     )
@@ -112,6 +117,7 @@ class PDInstance(Resource):
         PrinterColumn(name="Phase", type="string", json_path=".status.phase"),
         PrinterColumn(name="Reason", type="string", json_path=".status.reason"),
         PrinterColumn(name="Restarts", type="integer", json_path=".status.restarts"),
+        PrinterColumn(name="Node", type="string", json_path=".status.node"),
         PrinterColumn(name="Service", type="string", json_path=".spec.service", priority=1),
         PrinterColumn(name="Revision", type="string", json_path=".spec.revision", priority=1),
         PrinterColumn(name="Endpoint", type="string", json_path=".status.endpoint", priority=1),

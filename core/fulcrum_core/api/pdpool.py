@@ -85,7 +85,8 @@ class EngineSpec(ApiModel):
         default=None,
         min_length=1,
         max_length=512,
-        description="Container image of the engine (default: vLLM's own; of a simulated one the operator's).",
+        description="Container image of the engine (default: vLLM's own; for a simulated engine the "
+        "operator's).",
     )
     args: tuple[Annotated[str, Field(max_length=4096)], ...] = Field(
         default=(), max_length=128, description="Arguments appended to those that the operator sets."

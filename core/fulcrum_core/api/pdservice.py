@@ -36,8 +36,9 @@ DEFAULT_INSTANCES = 2
 NAME_LENGTH_MAX = 40
 NAME_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
 INVALID_NAME_MESSAGE = (
-    f"has a metadata.name that is not a letter and then letters, digits and `-`, {NAME_LENGTH_MAX} at most: "
-    "pods, a Service and labels are named after it"
+    "has a metadata.name that does not start with a letter, does not end with a letter or digit, has other "
+    f"characters than a-z, 0-9 and `-`, or is longer than {NAME_LENGTH_MAX}: pods, a Service and labels are "
+    "named after it"
 )
 FLOORS_TOO_HIGH_MESSAGE = "has fewer instances than the floors of prefill and decode ask for"
 _HAS_POOLS = "has(self.pools) && size(self.pools) > 0"
@@ -123,7 +124,8 @@ class ArrowSpec(ApiModel):
         default=1.0,
         gt=0,
         le=10,
-        description="Decode load (inter-token latency / TPOT) above which decode gets instances (default 1).",
+        description="Decode load (inter-token latency / TPOT, or KV cache in use / 0.8 if that is more) "
+        "above which decode gets instances (default 1).",
     )
     shrink: StrictFloat = Field(
         default=0.5, ge=0, le=10, description="Load below which a role counts as idle (default 0.5)."
@@ -154,7 +156,7 @@ class FlipSpec(ApiModel):
         description="Pause between flips from Prefill to Decode; none in the other direction (default 10s).",
     )
     paused: StrictBool = Field(
-        default=False, description="Whether the autoscaler holds all flips (default false)."
+        default=False, description="Whether flips are paused: the autoscaler makes none (default false)."
     )
 
 
@@ -183,7 +185,7 @@ class AutoscalingSpec(ApiModel):
     )
     arrow: ArrowSpec = Field(
         default_factory=ArrowSpec,
-        description="Thresholds of the arrow policy; its interval is that of every policy.",
+        description="Thresholds of the arrow policy; interval applies to every policy.",
     )
     flip: FlipSpec = Field(default_factory=FlipSpec, description="When and how instances flip.")
     scale: ScaleSpec = Field(default_factory=ScaleSpec, description="Who writes the replicas of the pools.")
@@ -230,7 +232,7 @@ class PDServiceSpec(ApiModel):
     pools: tuple[PoolSpec, ...] = Field(
         default=(),
         max_length=16,
-        description="Groups of instances; exclusive with instances.",
+        description="Groups of instances; not together with instances.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
     template: PodTemplatePatch | None = Field(
@@ -245,7 +247,8 @@ class PDServiceSpec(ApiModel):
         default=None, description="Tiers that keep KV outside the device's memory (default: none)."
     )
     autoscaling: AutoscalingSpec = Field(
-        default_factory=AutoscalingSpec, description="How the split follows the load."
+        default_factory=AutoscalingSpec,
+        description="How the split between prefill and decode follows the load.",
     )
     drain: DrainSpec = Field(
         default_factory=DrainSpec, description="How an instance is drained before it stops."
@@ -347,7 +350,7 @@ class TierStatus(ApiModel):
         default=None,
         description="Requests that met TTFT and TPOT in slo.window, in per cent; unset: too few requests.",
     )
-    offered: int = Field(description="Requests that ended in slo.window, without cancelled ones.")
+    ended: int = Field(default=0, description="Requests that ended in slo.window, without cancelled ones.")
 
 
 class PDServiceStatus(ApiModel):
@@ -393,7 +396,7 @@ class PDServiceStatus(ApiModel):
 
 
 class PDService(Resource):
-    """A model served with prefill and decode on different instances, re-split as the load moves."""
+    """A model served with prefill and decode on different instances; their split follows the load."""
 
     plural: ClassVar[str] = "pdservices"
     short_name: ClassVar[str] = "pds"

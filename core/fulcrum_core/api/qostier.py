@@ -44,7 +44,7 @@ class TierMatchSpec(ApiModel):
     keys: tuple[Annotated[str, Field(pattern=KEY_PATTERN, max_length=317)], ...] = Field(
         default=(),
         max_length=1024,
-        description="API keys whose requests get this tier, as TENANT/NAME; they precede tenants.",
+        description="API keys whose requests get this tier, as TENANT/NAME; keys decide before tenants.",
     )
 
 
@@ -55,9 +55,9 @@ class QoSTierSpec(ApiModel):
         default=0,
         ge=-1000,
         le=1000,
-        description="Higher is more important: requests that wait in engines leave in this order, and so do "
-        "those that wait in the router (router.dispatch.mode Queue), where lower ones still get a share "
-        "(default 0).",
+        description="Higher is more important: requests that wait in an engine start in this order. So do "
+        "those that wait in the router (router.dispatch.mode Queue), but there lower priorities still get a "
+        "share (default 0).",
     )
     slo: SloSpec | None = Field(default=None, description="Objectives of the tier (default: the service's).")
     match: TierMatchSpec = Field(

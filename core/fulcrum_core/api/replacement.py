@@ -39,12 +39,14 @@ class RolloutSpec(ApiModel):
         le=1024,
         description="Instances of a pool that may be missing during a roll-out (default 0).",
     )
-    paused: StrictBool = Field(default=False, description="Whether no instance is replaced (default false).")
+    paused: StrictBool = Field(
+        default=False, description="Whether the roll-out is paused: no instance is replaced (default false)."
+    )
     progress_deadline: Duration | None = Field(
         default=None,
         gt=0,
         description="Longest wait for a new instance to become ready before the last good revision returns "
-        "(default: two minutes and ten times the engine's start-up time).",
+        "(default: two minutes plus ten times the engine's start-up time).",
     )
 
     @model_validator(mode="after")
@@ -61,13 +63,13 @@ class DisruptionSpec(ApiModel):
         default=None,
         ge=1,
         le=1024,
-        description="Instances that may be missing because of evictions, and that are moved from cordoned "
-        "nodes at a time (default: one, and none missing below the floors, because new instances replace "
-        "those on nodes that are about to be drained first).",
+        description="Most instances that evictions may take away at a time, and most that are moved from "
+        "cordoned nodes at a time (default: one, and evictions leave the floors; instances on nodes that are "
+        "about to be drained are replaced before they stop).",
     )
     cordoned_nodes: Literal["Move", "Stay"] = Field(
         default="Move",
-        description="Move: instances on cordoned nodes are replaced on other nodes, also if nobody drains "
-        "the node. Stay: they serve on until they are evicted, and are replaced afterwards (default Move). "
+        description="Move: instances on cordoned nodes are replaced on other nodes, even if nobody drains "
+        "the node. Stay: they serve until they are evicted; only then are they replaced (default Move). "
         "Instances on nodes that will be deleted always move.",
     )

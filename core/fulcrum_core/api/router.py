@@ -35,8 +35,8 @@ class DispatchSpec(ApiModel):
     mode: DispatchMode = Field(
         default=DispatchMode.DIRECT,
         description="Direct: a request goes to a prefill instance at once and waits in its engine. Queue: it "
-        "waits in the router until an instance is about to run out of work, and leaves by the priority of "
-        "its tier, fair between tenants, and by deadline (default Direct).",
+        "waits in the router until an instance is about to run out of work. The order is by priority of the "
+        "tier, then by a fair share for each tenant, then by deadline (default Direct).",
     )
     # 0.5 s covers what passes between the end of a prompt and the start of the next one that the router sends
     # only then: the network and the engine's tokeniser (some 10 ms), the waiting room's check every 0.1 s,
@@ -45,8 +45,9 @@ class DispatchSpec(ApiModel):
     prefill_ahead: Duration = Field(
         default=0.5,
         gt=0,
-        description="With Queue: an instance that has prefill work for this long gets no more. The time must "
-        "cover sending the next prompt, and the error of predictions (default 500ms).",
+        description="In mode Queue: an instance gets no new prompt while the prefill work that it has takes "
+        "at least this long. Allow for the time to send the next prompt, and for wrong predictions (default "
+        "500ms).",
     )
 
 
@@ -61,7 +62,7 @@ class RouterTlsSpec(ApiModel):
     )
 
 
-NO_CALLER_MESSAGE = "names neither apiKeys nor trustedProxies: without auth, leave auth out"
+NO_CALLER_MESSAGE = "has neither apiKeys nor trustedProxies: write one of them, or remove auth"
 
 
 class ApiKeysSpec(ApiModel):
@@ -70,8 +71,8 @@ class ApiKeysSpec(ApiModel):
     secret_name: str = Field(
         min_length=1,
         max_length=253,
-        description="Secret with one entry for each tenant: lines of a key's SHA-256 in hexadecimal digits "
-        "and, after a space, the key's name. A change is used within 10 s of its arrival in the pod.",
+        description="Secret with one entry for each tenant. Each line of an entry is one key: its SHA-256 in "
+        "hexadecimal digits, a space, and its name. A change is used within 10 s of its arrival in the pod.",
     )
 
 
@@ -90,8 +91,8 @@ class AuthSpec(ApiModel):
     ] = Field(
         default=(),
         max_length=64,
-        description="Networks (as 10.0.0.0/8) of proxies whose x-customer-tier and x-tenant-id count. From "
-        " others these headers have no effect.",
+        description="Networks (as 10.0.0.0/8) of proxies whose headers x-customer-tier and x-tenant-id are "
+        "used. From others these headers are ignored.",
     )
     api_keys: ApiKeysSpec | None = Field(
         default=None,
@@ -121,8 +122,8 @@ class RouterSpec(ApiModel):
     )
     auth: AuthSpec | None = Field(
         default=None,
-        description="Who may send requests (default: anybody, and x-customer-tier and x-tenant-id of any "
-        " client count).",
+        description="Who may send requests (default: anybody; the headers x-customer-tier and x-tenant-id of "
+        "any client are used).",
     )
     template: PodTemplatePatch | None = Field(
         default=None, description="Strategic merge patch of the router's pods (default: none)."

@@ -3,14 +3,13 @@
 Per-instance series exist for the current instances only, so those of a removed instance disappear.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 
 from prometheus_client import (
     CollectorRegistry,
-    GCCollector,
-    PlatformCollector,
     ProcessCollector,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -18,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from fulcrum_core.histogram import Histogram
 from fulcrum_core.values import Role
-from fulcrum_router.counters import Counters
+from fulcrum_router.counters import ContinuationOutcome, Counters
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.policy import TransferPair, TransferPairs
 from fulcrum_router.policy.journey import LocalPrefillReason, StopReason
@@ -66,6 +65,11 @@ _INSTANCE_GAUGES: tuple[tuple[str, str, Callable[[Instance], float]], ...] = (
         "pending_transfers",
         "Prompts computed on the instance whose KV no decode instance has fetched yet.",
         lambda i: i.ledger.pending_transfers,
+    ),
+    (
+        "kv_usage_ratio",
+        "KV cache use of the engine, as last read from its metrics, 0 to 1; NaN: not read.",
+        lambda i: math.nan if i.kv_usage is None else i.kv_usage,
     ),
     ("missed_probes", "Failed probes of the instance in a row.", lambda i: i.missed_probes),
     ("ejected", "1 if the instance is ejected: it gets no new work, else 0.", lambda i: i.health.ejected),
@@ -135,8 +139,6 @@ def build_registry(router: Router) -> CollectorRegistry:
     registry = CollectorRegistry()
     registry.register(RouterCollector(router))
     ProcessCollector(registry=registry)
-    PlatformCollector(registry=registry)
-    GCCollector(registry=registry)
     return registry
 
 
@@ -209,7 +211,8 @@ def _build_part_families(counters: Counters) -> Iterator[Metric]:
     for name, tier in sorted(counters.tiers.items()):
         for part, seconds_of_part in zip(PARTS, tier.seconds_by_part, strict=True):
             seconds.add_metric([name, part], seconds_of_part)
-            misses.add_metric([name, part], tier.misses_by_part[part])
+        for part, count in tier.misses_by_part.items():
+            misses.add_metric([name, part], count)
     yield from (seconds, misses)
 
 
@@ -252,6 +255,13 @@ def _build_counter_families(counters: Counters) -> Iterator[Metric]:
         "query_of_death (two engines died), retry_budget, too_long, full (waiting room).",
         "reason",
         counters.stopped_requests,
+    )
+    yield _build_counter_by_label(
+        "stream_continuations",
+        "Streams whose engine failed after the first byte, by outcome: continued (another instance went on), "
+        "failed (none could), not_sound (the rest would not fit what was sent), not_kept (too long to keep).",
+        "outcome",
+        counters.continuations,
     )
     yield _build_counter_by_label(
         "local_prefills",
@@ -333,6 +343,13 @@ def _build_client_families(counters: Counters) -> Iterator[Metric]:
     for name, count in counters.task_failures.items():
         tasks.add_metric([name], count)
     yield tasks
+    yield _build_counter_by_label(
+        "failed_handshakes",
+        "TLS handshakes of clients that did not succeed, by reason: aborted (too many at once, most from "
+        "this address), failed.",
+        "reason",
+        counters.failed_handshakes,
+    )
     yield CounterMetricFamily(
         "fulcrum_router_refused_connections",
         "Connections of clients that got a 503, because as many were open as the router may have.",
@@ -356,7 +373,8 @@ def _build_counter_by_label(
     counts: Mapping[str, int]
     | Mapping[Role, int]
     | Mapping[LocalPrefillReason, int]
-    | Mapping[StopReason, int],
+    | Mapping[StopReason, int]
+    | Mapping[ContinuationOutcome, int],
 ) -> Metric:
     family = CounterMetricFamily(f"fulcrum_router_{name}", text, labels=[label])
     for value, count in sorted(counts.items()):

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from fulcrum_core.router_state import InstanceState, PairState, RouterState, TierState
+from fulcrum_core.values import Role
 from fulcrum_router.control.auth import Authenticator, Unauthorized
 from fulcrum_router.counters import RequestOutcome, TierCounters
 from fulcrum_router.fleet.instances import Instance
@@ -69,6 +70,7 @@ def _build_instance_state(router: Router, instance: Instance) -> InstanceState:
         engine_read_at_s=instance.engine_read_at_s,
         reserved_tokens=ledger.reserved_tokens,
         engine_waiting=instance.engine_waiting,
+        decode_is_full=router.journeys.waiting_room.waits_for_decode and instance.role is Role.DECODE,
         kv_capacity_tokens=instance.kv_capacity_tokens,
         itl_intercept_s=instance.decode_model.intercept,
         itl_slope_s=instance.decode_model.slope,

@@ -7,25 +7,31 @@ those that its instance may fetch late, and tells the journey how the leg ended.
 import asyncio
 import time
 
-from fulcrum_router.counters import DECODE, RequestOutcome
+from fulcrum_router.counters import DECODE, ContinuationOutcome, RequestOutcome
+from fulcrum_router.data_path.continuation import Continuation
 from fulcrum_router.data_path.decode_response import DecodeResponse, ResponseState
 from fulcrum_router.data_path.lease_check import check_kv_leases
 from fulcrum_router.data_path.request import ServedRequest
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1.bodies import build_decode_body
 from fulcrum_router.http1.failures import Failure, LegFailed
-from fulcrum_router.http1.framing import UNTIL_CLOSE
+from fulcrum_router.http1.framing import CHUNKED, UNTIL_CLOSE
 from fulcrum_router.http1.output_limits import find_output_limit, is_stream
 from fulcrum_router.http1.remote_media import has_remote_media
 from fulcrum_router.http1.sending import send_and_wait
 from fulcrum_router.http1.upstream import ConnectionPool, EngineConnection
 from fulcrum_router.kv_transfer.verification import KvTransfer, verify_transfer
 from fulcrum_router.policy.journey import Action
-from fulcrum_router.policy.whole_response import ASSUMED_CONTEXT_TOKENS, compute_deadline_s
+from fulcrum_router.policy.whole_response import (
+    ASSUMED_CONTEXT_TOKENS,
+    compute_deadline_s,
+    compute_max_response_s,
+)
 from fulcrum_router.router import make_cache_salt
 
 # An attribute of an enum is slow to read.
 _OK, _INVALID, _BROKEN = RequestOutcome.OK, RequestOutcome.INVALID, RequestOutcome.BROKEN
+_CONTINUED, _SENDING = ContinuationOutcome.CONTINUED, ResponseState.SENDING
 
 
 class DecodeLeg:
@@ -81,7 +87,7 @@ class DecodeLeg:
                 self._expect_response,
                 lambda: self._build_request(pool),
                 connect_timeout_s=timeouts.connect_s,
-                first_byte_timeout_s=timeouts.first_byte_s,
+                head_timeout_s=timeouts.first_byte_s,
                 idle_timeout_s=timeouts.idle_s,
             )
         except LegFailed as error:
@@ -96,7 +102,9 @@ class DecodeLeg:
                 self._end_transfer(self._transfer)
             if self._lease_check is not None:
                 self._lease_check.cancel()
-        return self._finish() if failed is None else self._fail(failed)
+        if failed is None:
+            return self._finish()
+        return self._fail(failed, await self._continue_stream(failed))
 
     def _build_request(self, pool: ConnectionPool) -> tuple[bytes, bytes]:
         body = self._build_body()
@@ -146,15 +154,34 @@ class DecodeLeg:
     def record_first_byte(self, now_s: float) -> None:
         """The KV was fetched and the prompt computed: no leg can need the body again."""
         request, response = self._request, self.response
+        if request.first_byte_at_s is not None:
+            request.router.counters.continuations[_CONTINUED] += 1
+            self._release_body(now_s)
+            if request.continuation is not None:
+                request.continuation.release_body()
+            return
         request.first_byte_at_s = now_s
+        if self._transfer is not None:
+            request.times.fetching_share = self._instance.wait_causes.fetching_share
+        if response is not None and response.streaming and response.head is not None:
+            request.begin_stream(chunked=response.head.length == CHUNKED)
         predicted = request.journey.predicted_ttft
         if predicted is not None and response is not None and response.streaming:
             request.router.ttft_errors.learn_first_token(
                 predicted, decode_leg_s=now_s - response.sent_s, ttft_s=now_s - request.arrival_s
             )
+        self._release_body(now_s)
+
+    def _release_body(self, now_s: float) -> None:
+        request = self._request
         request.downstream.release_body()
         request.body.forget_prompt()
         request.journey.first_byte(now_s)
+
+    @property
+    def continuation(self) -> Continuation | None:
+        """See `ResponseObserver`."""
+        return self._request.continuation
 
     def doubts_rejection(self) -> bool:
         """See `LegOutcomes.doubts_rejection`."""
@@ -165,22 +192,30 @@ class DecodeLeg:
         if self.response is not None:
             self._lease_check = asyncio.get_running_loop().create_task(check_kv_leases(self.response))
 
-    def extend_deadline(self, now_s: float) -> float:
-        """Wait for a whole response as long as its engine makes progress; see `policy.whole_response`."""
-        request, response = self._request, self.response
-        fields, first_byte_s = request.body.fields, request.timeouts.first_byte_s
-        if response is None or is_stream(fields):
-            return now_s
-        limit = find_output_limit(fields, chat=request.is_chat)
+    @property
+    def max_response_s(self) -> float:
+        """See `policy.whole_response`."""
+        request, body = self._request, self._request.body
+        limit = find_output_limit(body.fields, chat=request.is_chat)
         tokens = (
             max(0, ASSUMED_CONTEXT_TOKENS - request.journey.work.prompt_tokens) if limit is None else limit
         )
+        return compute_max_response_s(
+            first_byte_timeout_s=request.timeouts.first_byte_s, max_output_tokens=tokens * body.choices
+        )
+
+    def extend_deadline(self, now_s: float) -> float:
+        """Wait for a whole response as long as its engine makes progress; see `policy.whole_response`."""
+        request, response = self._request, self.response
+        first_byte_s = request.timeouts.first_byte_s
+        if response is None or is_stream(request.body.fields):
+            return now_s
         progress_at_s = self._instance.progress_at_s
         deadline_s = compute_deadline_s(
             sent_s=response.sent_s,
             progress_at_s=progress_at_s,
             first_byte_timeout_s=first_byte_s,
-            max_output_tokens=tokens * request.body.choices,
+            max_response_s=self.max_response_s,
         )
         if deadline_s <= now_s < progress_at_s + first_byte_s:
             response.fail_too_long()
@@ -188,11 +223,16 @@ class DecodeLeg:
 
     # --- the end -------------------------------------------------------------------------------------
 
+    @property
+    def _is_sending(self) -> bool:
+        """Whether the client has a byte of this leg."""
+        return self.response is not None and self.response.state is _SENDING
+
     def _end_transfer(self, transfer: KvTransfer) -> None:
         """Stop waiting for the transfer; rotate the cache salt if its KV may still be fetched too late."""
         self._instance.incoming_transfers.discard(transfer)
-        # The first byte shows that the KV was fetched. Without it the engine may still fetch and cache it.
-        if self._request.first_byte_at_s is None and transfer.may_be_late:
+        # Its first byte shows that the KV was fetched. Without it the engine may still fetch and cache it.
+        if not self._is_sending and transfer.may_be_late:
             self._request.router.rotate_cache_salt(self._instance, self._cache_salt)
 
     def _finish(self) -> Action:
@@ -227,15 +267,25 @@ class DecodeLeg:
             return None if response.streaming else 0
         return usage.completion_tokens // self._request.body.choices
 
-    def _fail(self, error: LegFailed) -> Action:
-        request, router, response = self._request, self._request.router, self.response
+    async def _continue_stream(self, error: LegFailed) -> int | None:
+        """See `ServedRequest.continue_stream`; None also for a leg that has sent nothing to the client."""
+        request = self._request
+        if self.response is None or not self._is_sending or self.response.is_mid_chunk:
+            return None
+        try:
+            return await request.continue_stream()
+        except asyncio.CancelledError:  # the client has left meanwhile
+            request.legs.record_failure(self._instance, DECODE, error, fields=request.body.fields)
+            raise
+
+    def _fail(self, error: LegFailed, delivered_tokens: int | None) -> Action:
+        request, router = self._request, self._request.router
         is_late = False
         if error.failure is Failure.LEASE_EXPIRED:
             router.rotate_cache_salt(self._instance, self._cache_salt)
             is_late = self._transfer is not None and self._transfer.is_late
         request.failed = error
-        is_broken = response is not None and response.state is ResponseState.SENDING
-        if not is_broken and error.failure is not Failure.TOO_LONG:
+        if not self._is_sending and error.failure is not Failure.TOO_LONG:
             router.counters.retries[DECODE, error.failure] += 1
         action = request.journey.decode_failed(
             time.monotonic(),
@@ -243,6 +293,7 @@ class DecodeLeg:
             status=error.status,
             started=error.may_have_started,
             kv_late=is_late,
+            delivered_tokens=delivered_tokens,
         )
         # After the journey has read the error share.
         request.legs.record_failure(self._instance, DECODE, error, fields=request.body.fields)

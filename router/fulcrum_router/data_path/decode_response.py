@@ -15,10 +15,10 @@ A response that may use KV fetched after its lease expired is withheld until its
 
 import time
 from enum import Enum
-from typing import Protocol
 
 from fulcrum_router.data_path.chunk_buffer import ChunkBuffer
 from fulcrum_router.data_path.request import Downstream
+from fulcrum_router.data_path.response_observer import ResponseObserver
 from fulcrum_router.fleet.instances import IncomingTransfer, Instance
 from fulcrum_router.http1.engine_events import (
     ABORT,
@@ -39,6 +39,7 @@ from fulcrum_router.http1.inline_task import Completion
 from fulcrum_router.http1.responses import build_broken_stream_event
 from fulcrum_router.http1.upstream import EngineConnection
 from fulcrum_router.kv_transfer.verification import KvTransfer
+from fulcrum_router.policy.blame import is_shed_or_failed
 from fulcrum_router.policy.ledger import DecodeEntry
 
 MAX_BUFFERED_BODY_BYTES = 1024 * 1024
@@ -46,6 +47,7 @@ MAX_BUFFERED_BODY_BYTES = 1024 * 1024
 
 _TAIL_BYTES = 4_096
 _CUT_SHORT = "the engine closed the connection during the response"
+_TOO_LONG = "the engine computes, but the whole response takes longer than its number of tokens allows"
 _EVENT_AND_CHUNK_END = b"\n\n\r\n"
 """End of a chunk that ends with an event. Text cannot match: line ends in it are escaped."""
 
@@ -67,22 +69,6 @@ class ResponseState(Enum):
 _BUFFERING, _CHECKING, _SENDING = ResponseState.BUFFERING, ResponseState.CHECKING, ResponseState.SENDING
 
 
-class ResponseObserver(Protocol):
-    """The leg of a response, as the response calls it."""
-
-    def record_first_byte(self, now_s: float) -> None:
-        """The first byte is sent to the client."""
-
-    def doubts_rejection(self) -> bool:
-        """Whether a 4xx of the engine fails the leg, so that another engine is asked."""
-
-    def start_lease_check(self) -> None:
-        """The response is withheld: have `check_kv_leases` run."""
-
-    def extend_deadline(self, now_s: float) -> float:
-        """No byte of the head came up to the deadline; see `ResponseHandler.extend_deadline`."""
-
-
 class DecodeResponse(Completion[None]):
     """The response on one connection; completes with its end."""
 
@@ -90,6 +76,8 @@ class DecodeResponse(Completion[None]):
         "_body_bytes",
         "_body_parts",
         "_chunks",
+        "_continuation",
+        "_continued",
         "_last_sent",
         "_observer",
         "_strips_usage",
@@ -156,6 +144,9 @@ class DecodeResponse(Completion[None]):
         self.events = 0
         """Events of the stream that were sent to the client."""
         self._chunks = _NO_CHUNKS
+        self._continuation = continuation = observer.continuation
+        self._continued = None if continuation is None else continuation.stream
+        """Set if the client has the beginning of the stream from another engine."""
         self._withheld: list[bytes] = []
         """Chunks that came during the lease check."""
         self._last_sent = b""
@@ -186,8 +177,11 @@ class DecodeResponse(Completion[None]):
     def on_head(self, head: ResponseHead) -> None:
         self.head = head
         self.streaming = head.is_event_stream and head.status == 200
+        if self._continued is not None and head.length != CHUNKED:
+            self.streaming = False  # it cannot be made a part of the stream: see `_find_failure`
         if self.streaming:
             self._chunks = ChunkBuffer()
+            self.connection.end_s = self.sent_s + self._observer.max_response_s
 
     def on_body(self, data: bytes, boundary: int) -> None:
         if self.streaming:
@@ -217,18 +211,33 @@ class DecodeResponse(Completion[None]):
             return
         if EMPTY_CHOICES in data and not mid_chunk:
             data = self._take_usage(data)
-        events = data.count(b"\ndata:")
-        if state is not _SENDING:
-            if self._needs_lease_check():
-                self._withheld.append(data)
-                self._start_lease_check()
+        head = b""
+        if state is not _SENDING and self._needs_lease_check():
+            self._withheld.append(data)
+            self._start_lease_check()
+            return
+        if self._continued is not None:
+            data = self._rewrite(data)
+            if not data:
                 return
-            data = self._commit() + data
+        if state is not _SENDING:
+            head = self._commit()
+        events = data.count(b"\ndata:")
         self.events += events
         if self.entry is not None:
             self.entry.add_tokens(events)
-        self._last_sent = data
-        self.downstream.write(data)
+        self._last_sent = sent = head + data if head else data
+        self.downstream.write(sent)
+        if self._continuation is not None:
+            self._continuation.add(data)
+
+    def _rewrite(self, data: bytes) -> bytes:
+        """Make chunks of this engine those of the stream that another one began; empty: none is left."""
+        assert self._continued is not None
+        if self._chunks.mid_chunk or self._chunks.starts_mid_chunk:
+            self._abort(Failure.TOO_LARGE, "a chunk of the continued stream is too large")
+            return b""
+        return self._continued.rewrite(data)
 
     def _take_error(self, data: bytes) -> bool:
         """Read an error event; return whether it is the client's and goes there with the rest.
@@ -279,6 +288,8 @@ class DecodeResponse(Completion[None]):
             if self._body_bytes > MAX_BUFFERED_BODY_BYTES:
                 self._abort(Failure.STATUS, f"the engine returned status {self.head.status}")
             return
+        if self._continued is not None:  # not a stream: see `_find_failure`
+            return
         self._body_parts.append(data)
         if self._body_bytes > MAX_BUFFERED_BODY_BYTES and self.state is not _CHECKING:
             if self._needs_lease_check():
@@ -309,8 +320,11 @@ class DecodeResponse(Completion[None]):
             # Only a 200 shows that the engine has processed what it was sent earlier.
             pending.record_response(sent_s=self.sent_s, now_s=now_s)
         self._observer.record_first_byte(now_s)
+        self._continuation = self._observer.continuation
         if self.downstream.paused:
             self.pause()
+        if self._continued is not None:
+            return b""
         return head.prepend_headers(self.fulcrum_headers)
 
     # --- the lease check ---------------------------------------------------------------------------
@@ -373,9 +387,7 @@ class DecodeResponse(Completion[None]):
                 return
             self._send_collected()
         elif not self._is_complete():
-            self.set_exception(
-                LegFailed(Failure.CLOSED, "the engine closed the connection during the response")
-            )
+            self.set_exception(LegFailed(Failure.CLOSED, _CUT_SHORT))
             return
         elif not self.streaming:
             self.usage = parse_usage(self._tail)
@@ -395,6 +407,7 @@ class DecodeResponse(Completion[None]):
             or head.status >= 400
             or ABORT in content
             or content.startswith(ERROR_BODY)
+            or self._continued is not None
             or self._needs_lease_check()
         ):
             self.on_head(head)
@@ -409,10 +422,15 @@ class DecodeResponse(Completion[None]):
         """The failure that a complete response amounts to; None if it can be sent to the client."""
         head = self.head
         assert head is not None
-        if head.status >= 500 or (head.status >= 400 and self._observer.doubts_rejection()):
+        if is_shed_or_failed(head.status) or (head.status >= 400 and self._observer.doubts_rejection()):
             return LegFailed(Failure.STATUS, f"the engine returned status {head.status}", status=head.status)
         if self.streaming:
             return LegFailed(Failure.CLOSED, "the engine ended the stream before its first token")
+        if self._continued is not None:
+            detail = f"the engine did not continue the stream: status {head.status}"
+            if head.status >= 400:
+                return LegFailed(Failure.STATUS, detail, status=head.status)
+            return LegFailed(Failure.MALFORMED, detail)
         if head.status == 200 and (failed := self._find_hidden_failure()) is not None:
             return failed
         for part in self._body_parts:
@@ -442,17 +460,22 @@ class DecodeResponse(Completion[None]):
 
     def fail_too_long(self) -> None:
         """End the leg: the engine works, but the response has taken longer than its tokens allow."""
-        self._abort(Failure.TOO_LONG, "the response took longer than its number of tokens allows")
+        self._abort(Failure.TOO_LONG, _TOO_LONG)
 
     def _abort(self, failure: Failure, detail: str, status: int = 0) -> None:
         if self.connection.handler is self:
             self.connection.abort()
         self.on_failure(failure, detail, status)
 
+    @property
+    def is_mid_chunk(self) -> bool:
+        """Whether the client has a part of a chunk: nothing but its rest may follow."""
+        return self._chunks.mid_chunk
+
     def build_stream_error(self, message: str) -> bytes:
         """The error event for a broken stream; empty where no event can be inserted, as inside a chunk."""
         head = self.head
-        if not self.streaming or self._chunks.mid_chunk or head is None:
+        if not self.streaming or self.is_mid_chunk or head is None:
             return b""
         event = build_broken_stream_event(message)
         if head.length == CHUNKED:

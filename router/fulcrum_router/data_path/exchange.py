@@ -11,9 +11,10 @@ import time
 
 import structlog
 
+from fulcrum_core.spans import AttributeValue
 from fulcrum_router.counters import RequestOutcome
 from fulcrum_router.data_path.decode import DecodeLeg
-from fulcrum_router.data_path.decode_response import DecodeResponse
+from fulcrum_router.data_path.decode_response import DecodeResponse, ResponseState
 from fulcrum_router.data_path.prefill import PrefillLeg
 from fulcrum_router.data_path.request import (
     ClientRequest,
@@ -23,12 +24,14 @@ from fulcrum_router.data_path.request import (
     ServedRequest,
     find_error_status,
 )
+from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1 import responses
 from fulcrum_router.http1.bodies import RequestBody, parse_request_body
 from fulcrum_router.http1.engine_events import count_output_tokens
 from fulcrum_router.http1.inline_task import Completion, InlineTask, next_turn, run_in_asyncio_task
 from fulcrum_router.http1.json_limits import InvalidBody
 from fulcrum_router.http1.output_limits import find_output_limit, is_stream
+from fulcrum_router.policy.blame import SHED_STATUSES
 from fulcrum_router.policy.journey import Action, State, StopReason
 from fulcrum_router.router import Router
 from fulcrum_router.settings import ServiceSettings
@@ -37,7 +40,7 @@ log = structlog.get_logger()
 
 # An attribute of an enum is slow to read.
 _SEND_PREFILL, _SEND_DECODE, _END = Action.SEND_PREFILL, Action.SEND_DECODE, Action.END
-_OK, _DONE = RequestOutcome.OK, State.DONE
+_OK, _DONE, _FULL = RequestOutcome.OK, State.DONE, StopReason.FULL
 _FAILS_AGAIN = (StopReason.QUERY_OF_DEATH, StopReason.TOO_LONG)
 """Reasons for which a request would fail again."""
 
@@ -88,6 +91,9 @@ class Exchange:
         try:
             await self._serve()
         except EarlyResponse as end:
+            if request.first_byte_at_s is not None:  # the client has the beginning of a stream
+                self._end_broken_stream()
+                return
             request.outcome, request.keep_alive = end.outcome, request.keep_alive and end.keep_alive
             request.downstream.write(end.response)
         except asyncio.CancelledError:
@@ -100,11 +106,12 @@ class Exchange:
                     responses.build_error_response(500, "internal error of the router", close=True)
                 )
         finally:
-            journey = request.journey
-            if journey is not None and journey.state is not _DONE:
-                journey.client_left(time.monotonic())
+            if request.is_admitted and request.journey.state is not _DONE:
+                request.journey.client_left(time.monotonic())
             request.legs.close()
             self._record_end()
+            if request.continuation is not None:
+                request.continuation.forget()
             # The leg refers to the request: without this only a garbage collection would free both.
             self._leg = None
             request.downstream.finish_response(keep_alive=request.keep_alive)
@@ -120,22 +127,25 @@ class Exchange:
             if action is _SEND_PREFILL:
                 assert journey.prefill_instance is not None
                 self._leg = PrefillLeg(request, journey.prefill_instance)
-                request.times.send_prefill(time.monotonic())
-                action = await self._leg.run()
-                request.times.end_prefill(
-                    time.monotonic(),
-                    responded=journey.source is not None,
-                    compute_s=journey.prefill_computed_for_s,
-                )
+                if request.trace is not None:
+                    self._trace_leg("fulcrum.prefill", journey.prefill_instance)
+                action = await self._run_prefill(self._leg)
+                if request.trace is not None:
+                    self._end_leg_trace(failed=journey.source is None)
             elif action is _SEND_DECODE:
                 assert journey.decode_instance is not None
                 self._leg = DecodeLeg(request, journey.decode_instance)
-                request.times.send_decode(
-                    time.monotonic(),
-                    transfer_s=journey.expected_transfer_s,
-                    local_compute_s=journey.local_compute_s,
-                )
+                if request.trace is not None:
+                    self._trace_leg("fulcrum.decode", journey.decode_instance)
+                if request.first_byte_at_s is None:  # else the time counts as decode
+                    request.times.send_decode(
+                        time.monotonic(),
+                        transfer_s=journey.expected_transfer_s,
+                        local_compute_s=journey.local_compute_s,
+                    )
                 action = await self._leg.run()
+                if request.trace is not None:
+                    self._end_leg_trace(failed=action is not _END)
             elif action is Action.ASK_FOR_FLIP:
                 action = await self._wait_for_flip()
             elif action is Action.WAIT:
@@ -147,6 +157,19 @@ class Exchange:
                 return
             else:  # legs at once: no protocol of the data path has them
                 raise NotImplementedError(action)
+
+    async def _run_prefill(self, leg: PrefillLeg) -> Action:
+        request, journey = self._request, self._request.journey
+        if request.first_byte_at_s is not None:  # a stream goes on: the time counts as decode
+            return await leg.run()
+        request.times.send_prefill(time.monotonic())
+        action = await leg.run()
+        request.times.end_prefill(
+            time.monotonic(),
+            responded=journey.source is not None,
+            compute_s=journey.prefill_computed_for_s,
+        )
+        return action
 
     def _parse_body(self) -> RequestBody:
         request = self._request
@@ -186,12 +209,13 @@ class Exchange:
             request.times.arrival_s,
         )
         tokens: int | None = None
-        if response is None or first_byte_at_s is None or not (response.streaming or outcome is _OK):
+        streaming = response.streaming if response is not None else first_byte_at_s is not None
+        if first_byte_at_s is None or not (streaming or outcome is _OK):
             met = counters.record_request(request.tier, outcome)
-        elif not response.streaming:
+        elif response is not None and not streaming:
             tokens = self._count_output_tokens(response)
             met = counters.record_whole_response(request.tier, response_s=end_s - arrival_s, tokens=tokens)
-        elif outcome is _OK:
+        elif response is not None and outcome is _OK:
             tokens = self._count_output_tokens(response)
             took_s = end_s - first_byte_at_s - self._unread_s
             tpot_s = took_s / (tokens - 1) if tokens > 1 else None
@@ -204,15 +228,52 @@ class Exchange:
             end_s,
             first_byte_s=first_byte_at_s,
             unread_s=self._unread_s,
-            streamed=response is None or response.streaming,
+            streamed=response is None or streaming,
+            refused=request.is_admitted and request.journey.stop_reason is _FULL,
         )
         counters.record_parts(request.tier, outcome, parts, met=met, tokens=tokens)
+        if request.trace is not None:
+            self._end_trace(end_s, parts, met=met, tokens=tokens)
+
+    def _trace_leg(self, name: str, instance: Instance) -> None:
+        """Begin the span of a leg, and have the engine continue its trace."""
+        request = self._request
+        if request.trace is not None:
+            request.client.trace_headers = request.trace.begin_leg(name, instance.name, time.monotonic())
+
+    def _end_leg_trace(self, *, failed: bool) -> None:
+        request = self._request
+        if request.trace is not None:
+            error = request.journey.failure if failed else None
+            request.trace.end_leg(time.monotonic(), error=error or "", first_byte_s=request.first_byte_at_s)
+
+    def _end_trace(self, end_s: float, parts: tuple[float, ...], *, met: bool, tokens: int | None) -> None:
+        request, outcome = self._request, self._request.outcome
+        if request.trace is None:
+            return
+        attributes: dict[str, AttributeValue] = {
+            "fulcrum.tier": request.tier.name,
+            "fulcrum.outcome": outcome,
+            "fulcrum.slo_met": met,
+        }
+        if tokens is not None:
+            attributes["gen_ai.usage.output_tokens"] = tokens
+        request.trace.end(
+            end_s,
+            arrival_s=request.arrival_s,
+            first_leg_s=request.times.first_leg_s,
+            parts=parts,
+            attributes=attributes,
+            error="" if outcome is _OK else outcome,
+        )
 
     def _count_output_tokens(self, response: DecodeResponse) -> int:
         """Count the output tokens of a complete response; return the mean number of one choice."""
         usage, request = response.usage, self._request
         if usage is not None:
             tokens = usage.completion_tokens
+            if request.continuation is not None:
+                tokens += request.continuation.counted_tokens
         else:  # an engine that reports no usage
             events = response.events
             tokens = count_output_tokens(events, chat=request.is_chat) if response.streaming else 1
@@ -240,7 +301,7 @@ class Exchange:
         if reason is StopReason.FULL:
             status = 503
             message = f"{len(request.router.journeys.waiting_room)} requests wait already: no room for more"
-        elif failed is None or failed.status == 503:
+        elif failed is None or failed.status in SHED_STATUSES:
             message = "no decode instance is available" if failed is None else failed.detail
             status = 503
         else:
@@ -259,9 +320,15 @@ class Exchange:
         request, leg = self._request, self._leg
         response = leg.response if type(leg) is DecodeLeg else None
         request.outcome, request.keep_alive = RequestOutcome.BROKEN, False
-        if response is not None and request.failed is not None:
-            last = response.build_stream_error(
-                f"the engine failed during the stream: {request.failed.detail}"
-            )
-            if last:
-                request.downstream.write(last)
+        continuation = request.continuation
+        if continuation is not None:
+            request.router.counters.continuations[continuation.outcome] += 1
+        detail = "" if request.failed is None else f": {request.failed.detail}"
+        message = f"the engine failed during the stream{detail}"
+        last = b""
+        if response is not None and response.state is ResponseState.SENDING:
+            last = response.build_stream_error(message)
+        elif continuation is not None and continuation.stream is not None:  # between two engines
+            last = responses.frame_broken_stream_event(message)
+        if last:
+            request.downstream.write(last)

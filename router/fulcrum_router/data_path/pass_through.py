@@ -23,9 +23,10 @@ from fulcrum_router.http1.inline_task import Completion, InlineTask
 from fulcrum_router.http1.json_limits import InvalidBody
 from fulcrum_router.http1.sending import send_and_wait
 from fulcrum_router.http1.upstream import EngineConnection
-from fulcrum_router.policy.blame import is_ambiguous
+from fulcrum_router.policy.blame import is_ambiguous, is_shed_or_failed
 from fulcrum_router.policy.journey import StopReason
 from fulcrum_router.policy.journey.machine import DEATHS, MIN_SUSPICIONS
+from fulcrum_router.policy.whole_response import compute_deadline_s
 from fulcrum_router.router import Router
 from fulcrum_router.settings import ServiceSettings
 
@@ -88,7 +89,7 @@ class PassThroughLeg(Completion[None]):
 
     def on_head(self, head: ResponseHead) -> None:
         self.head = head
-        if head.status >= 500:
+        if is_shed_or_failed(head.status):
             self.connection.abort()
             self._fail_with_status(head.status)
 
@@ -112,7 +113,7 @@ class PassThroughLeg(Completion[None]):
 
     def on_complete_response(self, head: ResponseHead, content: bytes) -> None:
         self.head = head
-        if head.status >= 500:
+        if is_shed_or_failed(head.status):
             self._fail_with_status(head.status)
             return
         self._forward(content)
@@ -126,8 +127,12 @@ class PassThroughLeg(Completion[None]):
         """Wait on while the engine makes progress; see `policy.whole_response`."""
         if self.committed:
             return now_s
-        last_s = max(self.connection.sent_s, self.instance.progress_at_s)
-        return min(self.connection.sent_s + MAX_RESPONSE_S, last_s + self._first_byte_timeout_s)
+        return compute_deadline_s(
+            sent_s=self.connection.sent_s,
+            progress_at_s=self.instance.progress_at_s,
+            first_byte_timeout_s=self._first_byte_timeout_s,
+            max_response_s=MAX_RESPONSE_S,
+        )
 
 
 class PassThrough:
@@ -262,12 +267,15 @@ class PassThrough:
                 lambda connection: self._start_leg(connection, instance),
                 build_request,
                 connect_timeout_s=timeouts.connect_s,
-                first_byte_timeout_s=timeouts.first_byte_s,
+                head_timeout_s=timeouts.first_byte_s,
                 idle_timeout_s=timeouts.idle_s,
             )
-            self._legs.record_success(instance, DECODE)
             assert leg.head is not None
-            return RequestOutcome.OK if leg.head.status < 400 else RequestOutcome.INVALID
+            if leg.head.status < 400:
+                self._legs.record_success(instance, DECODE)
+                return RequestOutcome.OK
+            self._legs.record_rejection(instance, DECODE)
+            return RequestOutcome.INVALID
         finally:
             entry.release()
 

@@ -20,8 +20,10 @@ from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.framing import CHUNKED, UNTIL_CLOSE, ResponseHead
 from fulcrum_router.http1.sending import BufferedResponse, send_and_wait
 from fulcrum_router.http1.upstream import ConnectionPool, EngineConnection
+from fulcrum_router.policy.blame import is_shed_or_failed
 from fulcrum_router.policy.estimate import has_only_text
 from fulcrum_router.policy.journey import Action, LocalPrefillReason, StopReason
+from fulcrum_router.policy.whole_response import compute_deadline_s
 
 _REASONS = {
     PrefillProblem.INCOMPLETE_KV_TRANSFER_PARAMS: LocalPrefillReason.INCOMPLETE_KV_TRANSFER_PARAMS,
@@ -34,8 +36,27 @@ MAX_ADDED_TOKENS = 131_072
 """Tokens of a prompt beyond one for each byte of its body, as for images by URL. More is not believed."""
 
 
-def _expect_response(connection: EngineConnection) -> BufferedResponse:  # noqa: ARG001  # see send_and_wait
-    return BufferedResponse(retryable=True)
+MAX_PREFILL_FACTOR = 10.0
+"""Multiple of the time-out of a prefill leg up to which an engine that makes progress is waited for."""
+
+
+class PrefillLegResponse(BufferedResponse):
+    """The response of a prefill leg, which is waited for as long as its engine makes progress."""
+
+    __slots__ = ("_connection", "_instance", "_timeout_s")
+
+    def __init__(self, connection: EngineConnection, instance: Instance, *, timeout_s: float) -> None:
+        BufferedResponse.__init__(self, retryable=True)
+        self._connection, self._instance, self._timeout_s = connection, instance, timeout_s
+
+    def extend_deadline(self, now_s: float) -> float:  # noqa: ARG002  # ResponseHandler's signature
+        """See `ResponseHandler` and `policy.whole_response`."""
+        return compute_deadline_s(
+            sent_s=self._connection.sent_s,
+            progress_at_s=self._instance.progress_at_s,
+            first_byte_timeout_s=self._timeout_s,
+            max_response_s=MAX_PREFILL_FACTOR * self._timeout_s,
+        )
 
 
 class PrefillLeg:
@@ -103,10 +124,10 @@ class PrefillLeg:
         request.expired_before = instance.expired_transfers  # before the lease begins, for a lease check
         received = await send_and_wait(
             pool,
-            _expect_response,
+            lambda connection: PrefillLegResponse(connection, instance, timeout_s=timeouts.prefill_s),
             lambda: self._build_request(pool),
             connect_timeout_s=timeouts.connect_s,
-            first_byte_timeout_s=timeouts.prefill_s,
+            head_timeout_s=timeouts.prefill_s,
             idle_timeout_s=0.0,
         )
         head = received.head
@@ -114,7 +135,7 @@ class PrefillLeg:
         if head.status != 200:
             self._reject(head.status, received.content, head)
         response = parse_prefill_response(received.content, pool.host)
-        if (response.prompt_tokens or 0) > len(request.client.body) + MAX_ADDED_TOKENS:
+        if (response.prompt_tokens or 0) > len(request.body.raw) + MAX_ADDED_TOKENS:
             response.prompt_tokens = None
         problem = response.problem
         if problem is PrefillProblem.ABORTED:
@@ -129,8 +150,8 @@ class PrefillLeg:
         return request.client.build_leg_head(pool.address, len(body)), body
 
     def _reject(self, status: int, content: bytes, head: ResponseHead) -> None:
-        """Fail the leg after a 5xx; forward any other status, since the client's request caused it."""
-        if status >= 500:
+        """Fail the leg after a 5xx or 429; forward any other status, since the client's request caused it."""
+        if is_shed_or_failed(status):
             raise LegFailed(Failure.STATUS, f"the engine returned status {status}", status=status)
         legs = self._request.legs
         if legs.doubts_rejection(self._instance):

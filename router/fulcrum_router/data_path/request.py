@@ -5,15 +5,18 @@ Kept apart from `downstream`, so that the exchange does not depend on how reques
 
 import time
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 from fulcrum_router.access.callers import Caller
 from fulcrum_router.counters import RequestOutcome
+from fulcrum_router.data_path.continuation import Continuation
 from fulcrum_router.data_path.leg_outcomes import LegOutcomes
 from fulcrum_router.fleet.instances import Instance
-from fulcrum_router.http1.bodies import RequestBody, is_stream_without_usage
+from fulcrum_router.http1.bodies import RequestBody, is_stream_without_usage, parse_request_body
 from fulcrum_router.http1.failures import Failure, LegFailed
+from fulcrum_router.http1.json_limits import InvalidBody
 from fulcrum_router.policy import Work
+from fulcrum_router.policy.blame import SHED_STATUSES
 from fulcrum_router.policy.journey import Action, Journey
 from fulcrum_router.policy.latency_parts import RequestTimes
 from fulcrum_router.router import Router
@@ -76,7 +79,7 @@ _TIMEOUT_FAILURES = frozenset(
 
 def find_error_status(failed: LegFailed) -> int:
     """Return the status for a client whose request failed in this way on its last instance."""
-    if failed.status == 503:
+    if failed.status in SHED_STATUSES:
         return 503
     return 504 if failed.failure in _TIMEOUT_FAILURES else 502
 
@@ -89,11 +92,13 @@ class ServedRequest:
         "arrival_s",
         "body",
         "client",
+        "continuation",
         "counted_tokens",
         "downstream",
         "expired_before",
         "failed",
         "first_byte_at_s",
+        "is_admitted",
         "journey",
         "keep_alive",
         "kv_transfer_params",
@@ -104,23 +109,34 @@ class ServedRequest:
         "tier",
         "timeouts",
         "times",
+        "trace",
     )
+
+    body: RequestBody
+    """Set by `admit`."""
+    journey: Journey[Instance]
+    """Set by `admit`."""
 
     def __init__(
         self, router: Router, settings: ServiceSettings, downstream: Downstream, client: ClientRequest
     ) -> None:
+        self.is_admitted = False
+        """Whether its body was parsed, and its journey has begun."""
         self.arrival_s = time.monotonic()
         """TTFT counts from here."""
         self.times = RequestTimes(self.arrival_s)
+        tracer = router.tracer
+        self.trace = None if tracer is None else tracer.begin(client.trace_headers, self.arrival_s)
         self.router, self.downstream, self.client = router, downstream, client
         self.tier, self.timeouts = client.caller.tier, settings.timeouts
         self.keep_alive = client.keep_alive
         self.legs = LegOutcomes(router)
-        self.journey: Journey[Instance] = cast("Journey[Instance]", None)  # set by admit
         self.outcome = _CANCELLED
         """How the request ended; until then, how it would if its client left."""
         self.first_byte_at_s: float | None = None
         """When the first byte was sent to the client."""
+        self.continuation: Continuation | None = None
+        """What is kept of a stream to continue it; None until its first byte, and for other responses."""
         self.failed: LegFailed | None = None
         """The failure that an error to the client names."""
         # Of the last prefill leg:
@@ -145,13 +161,47 @@ class ServedRequest:
             tier=self.tier.name,
             priority=-self.tier.engine_priority,
             tenant=self.client.caller.tenant,
+            choices=body.choices,
         )
         self.journey = journey = Journey(
             router.journeys,
             work,
             local_prefill_reason=body.local_prefill_reason,
         )
+        self.is_admitted = True
         return journey
+
+    def begin_stream(self, *, chunked: bool) -> None:
+        """Keep what is needed to continue the stream, whose first byte is sent now."""
+        body = self.body
+        self.continuation = Continuation(
+            body.raw,
+            body.fields,
+            self.router.kept_streams,
+            self.router.request_memory,
+            tenant=self.client.caller.tenant,
+            chat=self.is_chat,
+            chunked=chunked,
+        )
+
+    async def continue_stream(self) -> int | None:
+        """Called in an inline task: have the next legs generate the rest of a stream that broke.
+
+        Returns the output tokens that the client has from the last leg; None: the rest cannot be had.
+        """
+        continuation = self.continuation
+        if continuation is None or continuation.output is None:
+            return None
+        await self.router.continuation_turns.take()
+        before, raw = continuation.counted_tokens, continuation.build_body()
+        if raw is None:
+            return None
+        try:
+            self.body = parse_request_body(raw, self.tier.engine_priority, chat=self.is_chat)
+        except InvalidBody:  # with the text it exceeds a limit
+            return None
+        self.kv_transfer_params = None
+        return continuation.counted_tokens - before
 
     @property
     def is_chat(self) -> bool:

@@ -21,13 +21,15 @@ KV_USAGE = b"vllm:kv_cache_usage_perc"
 EXPIRED_TRANSFERS = b"vllm:nixl_num_kv_expired_reqs_total"
 _PROMPT_TOKENS, _OUTPUT_TOKENS = b"vllm:prompt_tokens_total", b"vllm:generation_tokens_total"
 _RUNNING, _WAITING = b"vllm:num_requests_running", b"vllm:num_requests_waiting"
+_WAITING_BY_REASON = b"vllm:num_requests_waiting_by_reason"
+_KV_FETCHES_BY_STAGE = b"vllm:num_requests_kv_fetch_by_stage"
 _CACHE_CONFIG = b"\nvllm:cache_config_info{"
 _BLOCK_SIZE = re.compile(rb'\bblock_size="(\d{1,9})"')
 _KV_BLOCKS = re.compile(rb'\bnum_gpu_blocks="(\d{1,9})"')
 
 
-def sum_samples(text: bytes, name: bytes) -> float | None:
-    """Add up all samples of one metric in an exposition.
+def sum_samples(text: bytes, name: bytes, *, label: bytes = b"") -> float | None:
+    """Add up all samples of one metric in an exposition; with `label`, those that have it.
 
     None: there is no sample, a sample is not a number, or the sum is not finite.
     """
@@ -42,6 +44,8 @@ def sum_samples(text: bytes, name: bytes) -> float | None:
             continue  # a comment, or a longer name
         end = text.find(b"\n", start)
         line = text[found_at : end if end >= 0 else len(text)]
+        if label not in line:
+            continue
         try:
             total += float(line.rpartition(b"}")[2].split()[0] if b"}" in line else line.split()[1])
         except (ValueError, IndexError):
@@ -72,6 +76,17 @@ def read_waiting_count(text: bytes) -> int | None:
     """Read the number of requests that wait in an engine; None if the exposition does not contain it."""
     waiting = sum_samples(text, _WAITING)
     return None if waiting is None else int(waiting)
+
+
+def read_wait_causes(text: bytes) -> tuple[float, float] | None:
+    """Read how many requests of an engine fetch KV, and how many wait for a place in it.
+
+    None: the exposition does not contain it, as that of vLLM before 0.18 or of an engine that fetches no KV.
+    """
+    fetching = sum_samples(text, _KV_FETCHES_BY_STAGE, label=b'stage="in_progress"')
+    fetched = sum_samples(text, _KV_FETCHES_BY_STAGE, label=b'stage="completed_waiting"')
+    queued = sum_samples(text, _WAITING_BY_REASON, label=b'reason="capacity"')
+    return None if fetching is None or queued is None else (fetching, queued + (fetched or 0.0))
 
 
 def read_block_size(text: bytes) -> int | None:

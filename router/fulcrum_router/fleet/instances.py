@@ -18,6 +18,7 @@ from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.upstream import ConnectionPool
 from fulcrum_router.policy.candidates import Candidates
 from fulcrum_router.policy.estimate import DEFAULT_DECODE, DEFAULT_PREFILL
+from fulcrum_router.policy.latency_parts import WaitCauses
 from fulcrum_router.policy.learning import LearningInstance
 from fulcrum_router.policy.outliers import may_eject
 
@@ -81,6 +82,7 @@ class Instance(LearningInstance):
         "reports_cached_tokens",
         "starting",
         "tokens_computed",
+        "wait_causes",
     )
 
     def __init__(
@@ -126,6 +128,8 @@ class Instance(LearningInstance):
         """Tokens that the engine's KV cache holds; None: not reported."""
         self.engine_waiting: int | None = None
         """Requests that wait in the engine for a place or for KV blocks; None: not reported."""
+        self.wait_causes = WaitCauses()
+        """What the requests that wait in the engine wait for."""
         self.expired_transfers: float | None = None
         """Transfers that expired on the engine since its start, as last read."""
         self.engine_requests: int | None = None
@@ -191,6 +195,7 @@ class Instance(LearningInstance):
         self.reports_cached_tokens, self.cache_salt, self.reported_block_size = False, "", None
         self.incoming_transfers = PendingTransfers()
         self.tokens_computed, self.progress_at_s = None, 0.0
+        self.wait_causes = WaitCauses()
         self.update_serving()
 
     def set_identity(self, identity: EngineIdentity) -> None:

@@ -17,6 +17,7 @@ import orjson
 
 from fulcrum_router.http1.json_limits import InvalidBody, parse_limited_object
 from fulcrum_router.http1.lax_bools import parse_lax_bool
+from fulcrum_router.http1.lax_ints import parse_lax_int
 from fulcrum_router.http1.output_limits import count_choices
 from fulcrum_router.policy.estimate import measure_prompt
 from fulcrum_router.policy.journey import LocalPrefillReason
@@ -48,6 +49,10 @@ _REASON_FIELDS = frozenset(
     }
 )
 """Fields that may be the reason for a local prefill."""
+_INTEGER_FIELDS = frozenset(
+    {"max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "truncate_prompt_tokens"}
+)
+"""Fields with whole numbers that the router reads."""
 _PREFILL_KV_TRANSFER_PARAMS = {"do_remote_decode": True, "do_remote_prefill": False}
 _REQUIRED_KV_TRANSFER_PARAMS: dict[str, type] = {
     "remote_block_ids": list,
@@ -81,7 +86,7 @@ class RequestBody:
         fields = self.fields
         self.raw = b""
         self.fields = {
-            n: fields[n] for n in _COUNTED_FIELDS & fields.keys() if type(fields[n]) in (bool, int)
+            n: fields[n] for n in _COUNTED_FIELDS if n in fields and type(fields[n]) in (bool, int)
         }
 
 
@@ -92,7 +97,7 @@ def parse_request_body(raw: bytes, priority: int, *, chat: bool = False) -> Requ
         InvalidBody: if `raw` is not a JSON object, or exceeds a limit of `json_limits`.
     """
     fields = parse_limited_object(raw)
-    if _normalise_bools(fields):
+    if _normalise_bools(fields) | _normalise_ints(fields):
         raw = orjson.dumps(fields)
     if not _RESPECIFIED_FIELDS.isdisjoint(fields):
         _drop_reserved_fields(fields)
@@ -126,6 +131,22 @@ def _normalise_bools(fields: dict[str, Any]) -> bool:
     has_changed = "stream" in fields and _normalise_bool(fields, "stream")
     if type(options) is dict and "include_usage" in options:
         has_changed |= _normalise_bool(options, "include_usage")
+    return has_changed
+
+
+def _normalise_ints(fields: dict[str, Any]) -> bool:
+    """Replace values that vLLM reads as whole numbers by these; return whether there are any.
+
+    Raises:
+        InvalidBody: for a text that is none.
+    """
+    has_changed = False
+    for name in _INTEGER_FIELDS & fields.keys():
+        value = fields[name]
+        if type(value) is not int and (parsed := parse_lax_int(value)) is not None:
+            fields[name], has_changed = parsed, True
+        elif type(value) is str:
+            raise InvalidBody(f"{name} is not a whole number")
     return has_changed
 
 

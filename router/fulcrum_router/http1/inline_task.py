@@ -6,6 +6,7 @@ coroutine awaits `Completion`s only; it runs asyncio coroutines with `run_in_asy
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
@@ -88,6 +89,29 @@ def next_turn() -> Completion[None]:
     completion: Completion[None] = Completion()
     asyncio.get_running_loop().call_soon(completion.set_result, None)
     return completion
+
+
+class Turns:
+    """Gives inline tasks that ask for one a turn of the event loop each, in their order."""
+
+    __slots__ = ("_waiting",)
+
+    def __init__(self) -> None:
+        self._waiting: deque[Completion[None]] = deque()
+
+    def take(self) -> Completion[None]:
+        """Awaited in an inline task: go on in a later turn of the event loop, in which no other one does."""
+        completion: Completion[None] = Completion()
+        self._waiting.append(completion)
+        if len(self._waiting) == 1:
+            asyncio.get_running_loop().call_soon(self._give)
+        return completion
+
+    def _give(self) -> None:
+        completion = self._waiting.popleft()
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._give)
+        completion.set_result(None)
 
 
 async def run_in_asyncio_task(

@@ -35,8 +35,14 @@ FEW_SHARE: Final = 0.0625
 as much memory as estimated without.
 """
 LARGE_BODY_BYTES: Final = 65_536
+KEPT_SHARE: Final = 0.125
+"""Bytes that may be kept to continue broken streams, beside the held ones and as a share of their limit."""
+TENANT_KEPT_SHARE: Final = 0.125
+"""Share of the kept bytes that one tenant may take."""
 MAX_CONNECTIONS: Final = 16_384
-_RESERVED_FILES: Final = 256
+MAX_HANDSHAKES: Final = 512
+"""TLS handshakes at the same time."""
+_RESERVED_FILES: Final = 256 + MAX_HANDSHAKES
 """Open files that are not connections of requests."""
 
 _COPIES = 3
@@ -99,6 +105,39 @@ class RequestMemory:
         """Accept little from now on if the process has nearly all the memory that it may have."""
         limit = self.limit_bytes
         self._is_short = limit is not None and process_bytes > LOW_MEMORY_SHARE * limit
+
+
+class KeptBytes:
+    """Counts what the router keeps of streams to continue them, so that it stays below `max_bytes`.
+
+    No tenant takes more than its share. Requests without a tenant may take all: nobody is told apart then.
+    """
+
+    __slots__ = ("_bytes_by_tenant", "kept_bytes", "max_bytes")
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.kept_bytes = max_bytes, 0
+        self._bytes_by_tenant: dict[str, int] = {}
+
+    def keep(self, size: int, *, tenant: str) -> bool:
+        """Count `size` bytes more; False, and nothing is counted, if there is no room."""
+        tenant_bytes = self._bytes_by_tenant.get(tenant, 0) + size
+        if self.kept_bytes + size > self.max_bytes:
+            return False
+        if tenant and tenant_bytes > TENANT_KEPT_SHARE * self.max_bytes:
+            return False
+        self.kept_bytes += size
+        self._bytes_by_tenant[tenant] = tenant_bytes
+        return True
+
+    def release(self, size: int, *, tenant: str) -> None:
+        """Count `size` bytes less, that were kept for the same tenant."""
+        self.kept_bytes -= size
+        left = self._bytes_by_tenant.get(tenant, 0) - size
+        if left > 0:
+            self._bytes_by_tenant[tenant] = left
+        else:
+            self._bytes_by_tenant.pop(tenant, None)
 
 
 def estimate_parsed_bytes(body: bytes, *, few_held: bool) -> int:

@@ -211,7 +211,8 @@ class RequestReader:
             raise Rejection(405, "CONNECT is not supported")
         lines = [
             b"%b: %b\r\n" % (name, offered.headers[name])
-            for name in _REPLAYED_HEADERS & offered.headers.keys()
+            for name in _REPLAYED_HEADERS
+            if name in offered.headers
         ]
         if b"close" in offered.headers.get(b"connection", b"").lower():
             lines.append(b"connection: close\r\n")

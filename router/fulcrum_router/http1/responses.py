@@ -5,6 +5,7 @@ from http import HTTPStatus
 import orjson
 
 from fulcrum_core.openai_errors import build_error_object
+from fulcrum_router.http1.framing import frame_chunk
 
 _ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "invalid_request_error"}
 
@@ -58,6 +59,11 @@ def build_error_response(
         header_lines += b"retry-after: 1\r\n"
     body = build_error_body(status, message, error_type)
     return build_response(status, body, header_lines=header_lines, close=close, head_only=head_only)
+
+
+def frame_broken_stream_event(message: str) -> bytes:
+    """Build that event as a chunk."""
+    return frame_chunk(build_broken_stream_event(message))
 
 
 def build_broken_stream_event(message: str) -> bytes:

@@ -78,7 +78,7 @@ async def send_and_wait(
     build_request: Callable[[], tuple[bytes, bytes]],
     *,
     connect_timeout_s: float,
-    first_byte_timeout_s: float,
+    head_timeout_s: float,
     idle_timeout_s: float,
 ) -> H:
     """Send a request and wait until its handler completes; time-outs are those of `EngineConnection.send`.
@@ -99,7 +99,7 @@ async def send_and_wait(
         connection.send(
             handler,
             *build_request(),
-            first_byte_timeout_s=first_byte_timeout_s,
+            head_timeout_s=head_timeout_s,
             idle_timeout_s=idle_timeout_s,
         )
         try:
@@ -145,7 +145,7 @@ async def send_request(
         lambda _: BufferedResponse(retryable=retryable),
         lambda: (head, body),
         connect_timeout_s=connect_timeout_s,
-        first_byte_timeout_s=response_timeout_s,
+        head_timeout_s=response_timeout_s,
         idle_timeout_s=0.0,
     )
     assert response.head is not None

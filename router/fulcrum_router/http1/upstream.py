@@ -8,6 +8,7 @@ busy connections instead of one timer per request.
 import asyncio
 import contextlib
 import errno
+import math
 import time
 from typing import Protocol, cast
 
@@ -33,6 +34,7 @@ REUSE_RACE_S = 0.05
 """If a reused connection closes this soon after a request was sent, the engine has not read the request."""
 SMALL_BODY_BYTES = 16_384
 """Below this size, copying head and body into one write is cheaper than `writelines`."""
+_TOO_SLOW = "the engine sends, but the response takes longer than its number of tokens allows"
 MAX_INTERIM_RESPONSES = 8
 """Responses such as `100 Continue` before the response itself."""
 
@@ -69,8 +71,8 @@ class ResponseHandler(Protocol):
         """
 
 
-class EngineConnection(asyncio.Protocol):
-    """One connection to an engine."""
+class EngineConnection:
+    """One connection to an engine: an `asyncio.Protocol` by its methods, since a base would slow it down."""
 
     __slots__ = (
         "_buffer",
@@ -83,6 +85,7 @@ class EngineConnection(asyncio.Protocol):
         "_remaining_bytes",
         "_scanner",
         "deadline_s",
+        "end_s",
         "handler",
         "idle_since_s",
         "reused",
@@ -97,6 +100,8 @@ class EngineConnection(asyncio.Protocol):
         self.reused = False
         """Whether an earlier request was sent on this connection."""
         self.idle_since_s = self.sent_s = self.deadline_s = self._idle_timeout_s = 0.0
+        self.end_s = math.inf
+        """When the response must have ended, however steadily its bytes come; its handler sets this."""
         self._clear()
 
     def _clear(self) -> None:
@@ -111,26 +116,35 @@ class EngineConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
 
+    def eof_received(self) -> None:
+        """The engine has closed its side: asyncio closes the connection."""
+
+    def pause_writing(self) -> None:
+        """Requests are limited in size: what the engine does not read yet is kept."""
+
+    def resume_writing(self) -> None:
+        """See `pause_writing`."""
+
     def send(
         self,
         handler: ResponseHandler,
         head: bytes,
         body: bytes,
         *,
-        first_byte_timeout_s: float,
+        head_timeout_s: float,
         idle_timeout_s: float,
     ) -> None:
         """Send a request; `handler` receives the response.
 
-        The engine has `first_byte_timeout_s` for the head of the response, then `idle_timeout_s` between two
+        The engine has `head_timeout_s` for the head of the response, then `idle_timeout_s` between two
         reads; 0: the first time is for the whole response.
         """
         assert self.transport is not None
         self.handler = handler
         self._received_data = False
-        self._idle_timeout_s = idle_timeout_s
+        self._idle_timeout_s, self.end_s = idle_timeout_s, math.inf
         self.sent_s = now = time.monotonic()
-        self.deadline_s = now + first_byte_timeout_s
+        self.deadline_s = now + head_timeout_s
         if self.transport.is_closing():  # closed while the caller waited for the connection
             self._fail(Failure.CLOSED, "the engine closed the connection")
             return
@@ -150,13 +164,11 @@ class EngineConnection(asyncio.Protocol):
             # Short path: prefill responses, probes and short completions come in one read.
             if self._head is None and not self._buffer and self._read_complete_response(handler, data):
                 return
-            if self._head is None:
-                data = self._read_head(handler, data)
-                if self._head is None or (not data and self._remaining_bytes):
-                    return
-            self._read_body(handler, data)
-        except ResponseTooLarge as error:
-            self._fail(Failure.TOO_LARGE, str(error))
+            body = data if self._head is not None else self._read_head(handler, data)
+            if body is not None:
+                self._read_body(handler, body)
+        except ResponseTooLarge as too_large:
+            self._fail(Failure.TOO_LARGE, str(too_large))
         except FramingError as error:
             self._fail(Failure.MALFORMED, str(error))
 
@@ -174,8 +186,8 @@ class EngineConnection(asyncio.Protocol):
         handler.on_complete_response(head, data[end:])
         return True
 
-    def _read_head(self, handler: ResponseHandler, data: bytes) -> bytes:
-        """Read the head; return the bytes that follow it (none while the head is incomplete)."""
+    def _read_head(self, handler: ResponseHandler, data: bytes) -> bytes | None:
+        """Read the head; return the bytes of the body that follow it, None if there are none to read yet."""
         if self._buffer:
             data, self._buffer = self._buffer + data, b""
         while True:
@@ -184,7 +196,7 @@ class EngineConnection(asyncio.Protocol):
                 raise FramingError(f"response head longer than {MAX_HEAD_BYTES} bytes")
             if end < 4:
                 self._buffer = data
-                return b""
+                return None
             head = parse_head(data[:end])
             if head.status >= 200:
                 break
@@ -195,7 +207,7 @@ class EngineConnection(asyncio.Protocol):
         if head.length == CHUNKED:
             self._scanner = ChunkScanner()
         handler.on_head(head)
-        return data[end:]
+        return data[end:] if end < len(data) or not head.length else None
 
     def _skip_interim_response(self, head: ResponseHead) -> None:
         self._interim_responses += 1
@@ -281,7 +293,9 @@ class EngineConnection(asyncio.Protocol):
         received, self._received_data = self._received_data, False
         if received:
             self._pool.last_data_s = now_s
-        if received and self._idle_timeout_s and self._head is not None:
+        if now_s >= self.end_s and self._paused_at_s is None:
+            self._fail(Failure.TOO_LONG, _TOO_SLOW)
+        elif received and self._idle_timeout_s and self._head is not None:
             self.deadline_s = now_s + self._idle_timeout_s
         elif now_s >= self.deadline_s and self._paused_at_s is None:
             handler = self.handler
@@ -311,7 +325,9 @@ class EngineConnection(asyncio.Protocol):
         """Resume reading; the deadline moves by the time in which nothing was read."""
         if self._paused_at_s is None:
             return
-        self.deadline_s += time.monotonic() - self._paused_at_s
+        paused_s = time.monotonic() - self._paused_at_s
+        self.deadline_s += paused_s
+        self.end_s += paused_s
         self._paused_at_s = None
         if self.transport is not None and not self.transport.is_closing():
             with contextlib.suppress(RuntimeError):
@@ -357,12 +373,15 @@ class ConnectionPool:
         return await run_in_asyncio_task(self.connect(timeout_s), discard=EngineConnection.abort)
 
     async def connect(self, timeout_s: float) -> EngineConnection:
-        """As `open`, but called in an asyncio task, which may lose the connection if it is cancelled."""
+        """As `open`, for callers in an asyncio task.
+
+        If the task is cancelled just after connecting, the connection stays open.
+        """
         loop, began_s = asyncio.get_running_loop(), time.monotonic()
         connection = EngineConnection(self)
         try:
             async with asyncio.timeout(timeout_s):
-                await loop.create_connection(lambda: connection, self.host, self.port)
+                await loop.create_connection(lambda: cast(asyncio.Protocol, connection), self.host, self.port)
         except asyncio.CancelledError:
             connection.abort()
             raise
@@ -427,6 +446,7 @@ def classify_connect_timeout(*, took_s: float, timeout_s: float, has_data: bool)
 
     A burst of connections overflows the listen backlog of a healthy engine, too; it still sends data on other
     connections. A time-out that comes much too late shows that the router itself stood still.
+    TIMEOUT: the engine lives, or the router was late. UNREACHABLE: neither.
     """
     is_late = took_s > LATE_FACTOR * timeout_s
     return Failure.TIMEOUT if has_data or is_late else Failure.UNREACHABLE

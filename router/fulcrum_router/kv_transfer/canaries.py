@@ -1,8 +1,12 @@
 """Canaries: KV transfers that the router sends itself, to warm and verify pairs of instances without traffic.
 
 A canary is a random prompt of a few KV blocks, prefilled on one instance and decoded for one token on the
-other. It does not count as load, in latency models or for flips. A canary waits until both instances are
-quiet; pairs of an instance that gets no requests yet do not wait, so that they are warm when it serves.
+other. It does not count as load, in latency models or for flips. A canary waits until both instances have no
+prefill and at most one decode leg; pairs with an instance that gets no requests yet do not wait, so that they
+are warm when it serves.
+
+The scheduler also refreshes the router's pairs each second, on a standby too: dispatch reads delays and
+broken prefill instances from them.
 """
 
 import asyncio
@@ -44,7 +48,8 @@ TICK_S = 0.25
 REFRESH_INTERVAL_S = 1.0
 MAX_IN_FLIGHT = 2
 LEG_TIMEOUT_S = 15.0
-"""Time-out of one leg: longer than an engine's own handshake time-out, so that this one is recognised."""
+"""Time-out of one leg: longer than an engine's handshake time-out, so that the engine's own one is seen, not
+ours."""
 REFUSED_RETRY_S = 600.0
 """Pause of a pair whose engines refuse their roles; it ends early when a role or an engine changes."""
 LOW_PRIORITY = 1_000_000
@@ -85,13 +90,13 @@ class CanaryScheduler:
                 task.cancel()
 
     def _tick(self, now_s: float) -> None:
-        if self._has_fleet_changed() or now_s - self._refreshed_at_s >= REFRESH_INTERVAL_S:
+        if self._note_fleet_changes() or now_s - self._refreshed_at_s >= REFRESH_INTERVAL_S:
             self._refreshed_at_s = now_s
             self._router.pairs.refresh(self._router.fleet.instances, now_s=now_s)
             self._send_due(now_s)
 
-    def _has_fleet_changed(self) -> bool:
-        """Whether the fleet has changed since the last tick; invalidates the pairs of replaced engines."""
+    def _note_fleet_changes(self) -> bool:
+        """Invalidate the pairs of replaced engines; return whether the fleet changed since the last tick."""
         known = {
             i.name: (i.connection_pool, i.role, i.serving, i.is_warming_up)
             for i in self._router.fleet.instances
@@ -183,19 +188,20 @@ class CanaryScheduler:
             record_miss(router.pairs, prefill, decode, conditions.LEASE_EXPIRED)
         else:
             transfer.usage = parse_usage(content)
-            await self._check_reports_cached_tokens(decode, request, transfer)
+            await self._find_out_if_cached_tokens_are_reported(decode, request, transfer)
             verify_transfer(transfer, time_to_first_byte_s=took_s)
 
     def _record_refusal(self, key: PairKey, status: int) -> None:
         if status in _REFUSED_STATUSES:  # the engine was started for the other role
             self._refused[key] = (time.monotonic() + REFUSED_RETRY_S, self._read_roles(key))
 
-    async def _check_reports_cached_tokens(
+    async def _find_out_if_cached_tokens_are_reported(
         self, decode: Instance, request: RequestBody, transfer: KvTransfer
     ) -> None:
         """Send the prompt once more if the engine reported no cached tokens: now all of it is cached.
 
-        An engine that reports none this time either cannot verify transfers; any other omits a zero.
+        If it reports none again, it never reports them, and its transfers cannot be verified. If it does now,
+        it had left out a zero.
         """
         usage = transfer.usage
         if usage is None or usage.cached_tokens is not None or decode.reports_cached_tokens:

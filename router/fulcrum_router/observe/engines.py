@@ -21,6 +21,7 @@ from fulcrum_router.fleet.engine_metrics import (
     read_kv_capacity,
     read_request_count,
     read_tokens_computed,
+    read_wait_causes,
     read_waiting_count,
     sum_samples,
 )
@@ -150,6 +151,9 @@ class EngineProber:
             read_waiting_count(text),
             read_kv_capacity(text),
         )
+        causes = read_wait_causes(text)
+        if causes is not None:
+            instance.wait_causes.record(fetching=causes[0], queued=causes[1])
         instance.expired_transfers = sum_samples(text, EXPIRED_TRANSFERS)
         _update_block_size(instance, text)
         return _update_latency(instance, text, previous)
@@ -194,8 +198,10 @@ def _update_latency(instance: Instance, text: bytes, previous: LatencySums | Non
     if seconds is None or count is None:
         instance.itl_s = None
         return None
-    ledger = instance.ledger
-    sums = LatencySums(seconds, count, 0 if ledger.prefill_tokens else ledger.decode_tokens)
+    batch_tokens = instance.measure_batch(
+        kv_usage=instance.kv_usage, kv_capacity_tokens=instance.kv_capacity_tokens
+    )
+    sums = LatencySums(seconds, count, batch_tokens)
     instance.itl_s = sums.mean_since(previous)
     if instance.itl_s and previous and previous.batch_tokens and sums.batch_tokens:
         # The latency of a second belongs to the mean batch of that second. With the batch at its end, a burst

@@ -1,8 +1,9 @@
 """Watch which engine pods of a service are active: neither ended nor being deleted.
 
-The store watcher sends no new work to an instance without an active pod, before the operator updates its
-status: its address may soon belong to another pod. Readiness of pods is ignored: the router's own probes are
-faster, and work while the API server is unreachable.
+If an instance's pod is no longer active, the router sends it no new work at once, without waiting for the
+operator to update the instance: another pod may soon have the address. A pod has the name of its PDInstance.
+Readiness of pods is ignored: the router's own probes are faster, and work while the API server is
+unreachable.
 """
 
 import asyncio
@@ -47,11 +48,12 @@ class PodWatcher(Reflector[tuple[EventType, Object]]):
         self._active_pods: dict[str, str | None] = {}
         """IP address by name of pod; None: not assigned yet."""
 
-    def is_active_at(self, name: str, host: str) -> bool:
-        """Whether the pod `name` is active and has the address `host`; True before the first list."""
-        return not self.synced.is_set() or (
-            name in self._active_pods and self._active_pods[name] in (None, host)
-        )
+    def is_active_at(self, instance: str, host: str) -> bool:
+        """Whether the pod of the instance is active and has the address `host`; True before the first list.
+
+        A pod without an address yet is active nowhere: the instance may still have that of an earlier pod.
+        """
+        return not self.synced.is_set() or self._active_pods.get(instance) == host
 
     def _watch_changes(self, since: str) -> AsyncGenerator[tuple[EventType, Object], None]:
         return self._objects.watch(POD, namespace=self._namespace, since=since, labels=self._labels)

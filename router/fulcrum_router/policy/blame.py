@@ -1,7 +1,9 @@
 """Who caused the failure of a leg: the engine, the load, the client, the network or the router.
 
-Only engine and network are evidence against the instance. An engine that sheds load, a request that asks for
-too large an answer and a router without sockets say nothing about the instance.
+Only engine and network count towards ejecting the instance (`is_sickness`). After shed load dispatch
+prefers other instances for a while. A request that asks for too large an answer and a router without
+sockets say nothing about the instance. A 5xx but 503 and a 4xx but 429 are not judged here: `LegOutcomes`
+waits for what other engines answer.
 """
 
 from enum import StrEnum
@@ -43,7 +45,7 @@ _CONSEQUENCES = frozenset({Failure.EJECTED, Failure.NO_KV_TRANSFER_PARAMS})
 
 
 def find_blame(failure: Failure, *, status: int, probes_answered: bool) -> Blame:
-    """Find who caused a failure.
+    """Find who caused a failure but those of `is_ambiguous` and `is_rejection`: `LegOutcomes` judges these.
 
     Args:
         failure: Why the leg failed.
@@ -60,13 +62,21 @@ def find_blame(failure: Failure, *, status: int, probes_answered: bool) -> Blame
 
 
 def is_sickness(failure: Failure, blame: Blame) -> bool:
-    """Whether the failure is evidence that the instance cannot serve."""
+    """Whether the failure counts towards ejecting the instance.
+
+    Not if it is ejected already, nor if its settings are the cause (no KV transfer parameters).
+    """
     return blame in (Blame.ENGINE, Blame.NETWORK) and failure not in _CONSEQUENCES
 
 
 def is_rejection(failure: Failure, status: int) -> bool:
-    """Whether the engine rejected the request: a 4xx that sheds no load."""
+    """Whether the engine rejected the request: a 4xx other than 429."""
     return failure is Failure.STATUS and 400 <= status < 500 and status not in SHED_STATUSES
+
+
+def is_shed_or_failed(status: int) -> bool:
+    """Whether to ask other engines before a client gets a response with this status."""
+    return status >= 500 or status in SHED_STATUSES
 
 
 def is_ambiguous(failure: Failure, status: int) -> bool:

@@ -1,6 +1,6 @@
 """The instances that can take work now, by phase, prepared once for all requests until an instance changes.
 
-Dispatch runs for every request, while a role, a health or an identity changes rarely. What depends only on
+Dispatch runs for every request, while a role, `serving` or an identity changes rarely. What depends only on
 these is found here: who serves which phase, and which decode instances can read whose KV. Load and
 predictions change with every request: dispatch reads them itself.
 """
@@ -44,6 +44,10 @@ class InstanceView(Protocol):
     @property
     def decode_model(self) -> DecodeModel:
         """I(n): predicted inter-token latency with n tokens in the batch; MT is its inverse."""
+
+    @property
+    def kv_capacity_tokens(self) -> int | None:
+        """Tokens that the engine's KV cache holds; None: not reported."""
 
     @property
     def error_share(self) -> float:

@@ -15,9 +15,10 @@ flipped. Of the instances that pass, the cheapest takes the request. If none pas
 the cheapest of all is the fallback.
 
 Decode legs whose prompt is still computed have a reservation on their decode instance, which counts like
-their tokens. An instance whose legs have failed has the expected loss of time added to the first part. KV
-transfers count, too: the least transfer time of a prefill instance is added to its TTFT, the extra time of
-the pair to the first part of a decode instance.
+their tokens. A request that does not fit into the KV cache with all of these does not pass the check of
+decode; the time that it waits for room is added to the first part. An instance whose legs have failed has
+the expected loss of time added to the first part. KV transfers count, too: the least transfer time of a
+prefill instance is added to its TTFT, the extra time of the pair to the first part of a decode instance.
 Equal costs: the instance with fewer decode legs is chosen, then the first by name.
 """
 
@@ -85,6 +86,11 @@ _WITHIN_SLO, _PREFILLED_HERE = DispatchReason.WITHIN_SLO, DispatchReason.PREFILL
 
 FAILED_LEG_S = 1.0
 """Time that a failed leg costs its request: an engine that fails fast must not look like one without work."""
+KV_FULL = 0.95
+"""Share of the KV cache above which a request waits in the engine for room."""
+KV_TURNOVER_S = 10.0
+"""Rough time in which an engine frees as many tokens as its KV cache holds. It ranks full instances by how
+full they are, and lets a full one rank behind one with some prefill work."""
 _UNKNOWN_COST = math.inf
 """Replaces a NaN cost (the only value that differs from itself): NaN cannot be ordered, so it ranks last."""
 
@@ -147,7 +153,8 @@ def choose_prefill(
         return least
     considered = format_count(len(costs), "prefill instance")
     ttft_s = now_s - work.arrival_s + best[1] + start_s
-    return FlipProposal(Role.PREFILL, least, f"{considered}, best TTFT {ttft_s:.3f} s; {reason}")
+    predicted = f"the best of {considered} predicts a TTFT of {ttft_s:.2f} s"
+    return FlipProposal(Role.PREFILL, least, f"{predicted}; {reason}")
 
 
 def choose_decode(
@@ -200,8 +207,9 @@ def choose_decode(
     if reason is None:
         return least
     considered = format_count(len(costs), "decode instance")
-    itl_s = best[1] + work.slo.tpot_s
-    return FlipProposal(Role.DECODE, least, f"{considered}, best ITL {itl_s:.4f} s; {reason}")
+    itl_ms = 1000 * (best[1] + work.slo.tpot_s)
+    predicted = f"the best of {considered} predicts an ITL of {itl_ms:.0f} ms"
+    return FlipProposal(Role.DECODE, least, f"{predicted}; {reason}")
 
 
 def compute_decode_load(decode_instances: Iterable[InstanceView], slo: Slo) -> float | None:
@@ -258,7 +266,7 @@ def _explain_flip_to_decode(
         return None
     if any(d.decode_model.itl_s(d.ledger.decode_tokens + tokens) <= tpot_s for d in decode_instances):
         return None
-    return f"{len(prefill_instances)} prefill instances, cooldown has ended"
+    return f"{len(prefill_instances)} prefill instances serve, and the cooldown has ended"
 
 
 def _list_prefill_costs(
@@ -304,6 +312,12 @@ def _compute_decode_cost(instance: InstanceView, tokens: int, tpot_s: float, now
         prefill_s += ledger.remaining_s(now_s)
     if prefill_s != prefill_s:
         prefill_s = _UNKNOWN_COST
+    capacity = instance.kv_capacity_tokens
+    if capacity and batch > KV_FULL * capacity:
+        room_s = KV_TURNOVER_S * (batch / capacity - KV_FULL)
+        prefill_s += room_s
+        if excess_s < room_s:
+            excess_s = room_s
     return (prefill_s, excess_s, ledger.decode_legs, instance.name)
 
 

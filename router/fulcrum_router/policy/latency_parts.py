@@ -3,7 +3,8 @@
     arrival ─ waiting ─ prefill leg: queue, prefill ─ decode leg: transfer, queue ─ first byte ─ decode ─ end
 
 The router sees when a leg is sent and when it ends. Within a leg it goes by the prefill ledger (for how long
-the prompt was the oldest one) and by the expected duration of the KV transfer; the rest is the queue.
+the prompt was the oldest one), by the expected duration of the KV transfer, and by what the decode engine
+says that requests wait for; the rest is the queue.
 """
 
 from enum import StrEnum
@@ -14,6 +15,8 @@ from fulcrum_core.values import Slo
 class LatencyPart(StrEnum):
     """Where the time of a request goes, in the order of its journey."""
 
+    ADMISSION = "admission"
+    """In the router until it refused the request."""
     WAITING = "waiting"
     """In the router until the first leg is sent: in the waiting room, or for a flip."""
     RETRIES = "retries"
@@ -22,7 +25,7 @@ class LatencyPart(StrEnum):
     """In the engine that computes the prompt, behind the prompts of others."""
     PREFILL = "prefill"
     TRANSFER = "transfer"
-    """Until decode has the KV, as far as the transfers of the pair make expected."""
+    """Until decode has the KV: as expected of the pair, and more while the engine reports that it fetches."""
     DECODE_QUEUE = "decode_queue"
     """The rest of the time until the first token: the queue of the decode instance, and its first step."""
     DECODE = "decode"
@@ -34,7 +37,34 @@ class LatencyPart(StrEnum):
 
 
 PARTS = tuple(LatencyPart)
+CAUSES_OF_MISS = PARTS[:-1]
+"""A slow client causes no miss."""
 _DECODE = PARTS.index(LatencyPart.DECODE)
+_FORGOTTEN_PER_SAMPLE = 0.5
+"""Weight that older samples lose with each new one: what waits in an engine changes within seconds."""
+
+_NONE_WAITED = 0.05
+"""What is left of a single waiting request after five samples without any."""
+
+
+class WaitCauses:
+    """What requests wait for in a decode engine, by the engine's own samples: KV, or a place."""
+
+    __slots__ = ("_fetching", "_queued")
+
+    def __init__(self) -> None:
+        self._fetching = self._queued = 0.0
+
+    def record(self, *, fetching: float, queued: float) -> None:
+        """Record a sample: requests whose KV is being fetched, and requests that wait for a place."""
+        self._fetching = self._fetching * _FORGOTTEN_PER_SAMPLE + fetching
+        self._queued = self._queued * _FORGOTTEN_PER_SAMPLE + queued
+
+    @property
+    def fetching_share(self) -> float:
+        """Share of the recent waiting requests that fetch KV; 0: none waited in the last seconds."""
+        waiting = self._fetching + self._queued
+        return self._fetching / waiting if waiting > _NONE_WAITED else 0.0
 
 
 class RequestTimes:
@@ -44,6 +74,7 @@ class RequestTimes:
         "arrival_s",
         "compute_s",
         "decode_sent_s",
+        "fetching_share",
         "first_leg_s",
         "is_local",
         "prefill_ended_s",
@@ -61,6 +92,8 @@ class RequestTimes:
         """Expected duration of the KV transfer of the decode leg."""
         self.is_local = False
         """Whether the decode leg computes the prompt."""
+        self.fetching_share = 0.0
+        """Share of the time beyond the expected transfer that is transfer, too; see `WaitCauses`."""
 
     def send_prefill(self, now_s: float) -> None:
         """Record that a prefill leg is sent."""
@@ -89,7 +122,13 @@ class RequestTimes:
             self.compute_s = local_compute_s
 
     def divide(
-        self, end_s: float, *, first_byte_s: float | None, unread_s: float = 0.0, streamed: bool = True
+        self,
+        end_s: float,
+        *,
+        first_byte_s: float | None,
+        unread_s: float = 0.0,
+        streamed: bool = True,
+        refused: bool = False,
     ) -> tuple[float, ...]:
         """Divide the time from the arrival to `end_s` over `PARTS`: seconds that sum to the whole.
 
@@ -99,6 +138,7 @@ class RequestTimes:
             unread_s: For how long after that the client did not read.
             streamed: Whether the first byte came with the first token. In a whole response it comes last:
                 what is not expected before the first token counts as decode.
+            refused: Whether the router refused the request: what it waited is admission.
         """
         first_byte_s = end_s if first_byte_s is None else min(first_byte_s, end_s)
         first_leg_s = min(self.first_leg_s or first_byte_s, first_byte_s)
@@ -117,13 +157,16 @@ class RequestTimes:
             prefill_s = leg_s if self.compute_s is None else min(leg_s, self.compute_s)
             queue_s = leg_s - prefill_s
             transfer_s = min(decode_leg_s, self.transfer_s)
+            transfer_s += (decode_leg_s - transfer_s) * self.fetching_share
             rest_s = decode_leg_s - transfer_s
         if not streamed:
             decode_s, rest_s = rest_s, 0.0
         after_s = end_s - first_byte_s
         unread_s = min(max(0.0, unread_s), after_s)
+        waiting_s = first_leg_s - self.arrival_s
         return (
-            first_leg_s - self.arrival_s,
+            waiting_s if refused else 0.0,
+            0.0 if refused else waiting_s,
             (sent_s - first_leg_s) + (decode_sent_s - ended_s),
             queue_s,
             prefill_s,

@@ -56,6 +56,19 @@ class LearningInstance:
         """Forget responses that are not learned from yet: a leg failed that the engine may still compute."""
         self._prefill_sampler.clear()
 
+    def measure_batch(self, *, kv_usage: float | None, kv_capacity_tokens: int | None) -> int:
+        """Count the KV tokens of the requests that decode now; 0: not known, since prompts are computed, too.
+
+        The ledger also has the requests that wait in the engine for room. The batch has no more tokens than
+        the KV cache: otherwise an instance with a long queue would seem to be fast, and get a longer one.
+        """
+        ledger = self.ledger
+        if ledger.prefill_tokens:
+            return 0
+        if kv_usage is None or kv_capacity_tokens is None:
+            return ledger.decode_tokens
+        return min(ledger.decode_tokens, round(kv_usage * kv_capacity_tokens))
+
     def learn_decode(self, *, tokens: int, itl_s: float) -> None:
         """Learn from a mean step time with `tokens` KV tokens in the batch."""
         self._decode_predictor.learn(tokens=tokens, itl_s=itl_s)

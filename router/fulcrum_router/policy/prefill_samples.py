@@ -31,10 +31,10 @@ class PrefillSample(NamedTuple):
 class PrefillSampler:
     """Collects the responses of one instance."""
 
-    __slots__ = ("_held", "_overtaking_squares", "_overtaking_tokens")
+    __slots__ = ("_incomplete", "_overtaking_squares", "_overtaking_tokens")
 
     def __init__(self) -> None:
-        self._held: PrefillSample | None = None
+        self._incomplete: PrefillSample | None = None
         """The last sample, until it is known that no further response belongs to it."""
         self._overtaking_tokens = self._overtaking_squares = 0
 
@@ -56,28 +56,28 @@ class PrefillSampler:
             self._overtaking_tokens, self._overtaking_squares = computed, squares
             return []
         self._overtaking_tokens = self._overtaking_squares = 0
-        held, complete = self._held, []
+        incomplete, complete = self._incomplete, []
         together = computed_for_s < TOGETHER_S
-        if held is not None and held.responses == RESPONSES_MAX and not together:
-            complete.append(held)
-            held = None
+        if incomplete is not None and incomplete.responses == RESPONSES_MAX and not together:
+            complete.append(incomplete)
+            incomplete = None
         sample = PrefillSample(computed, squares, computed_for_s)
-        self._held = sample if held is None else _join(held, sample, together=together)
+        self._incomplete = sample if incomplete is None else _join(incomplete, sample, together=together)
         if not more_in_flight:
-            complete.append(self._held)
-            self._held = None
+            complete.append(self._incomplete)
+            self._incomplete = None
         return complete
 
     def clear(self) -> None:
         """Forget what is not complete: a leg failed, or the engine did other work meanwhile."""
-        self._held = None
+        self._incomplete = None
         self._overtaking_tokens = self._overtaking_squares = 0
 
 
-def _join(held: PrefillSample, sample: PrefillSample, *, together: bool) -> PrefillSample:
+def _join(incomplete: PrefillSample, sample: PrefillSample, *, together: bool) -> PrefillSample:
     return PrefillSample(
-        held.tokens + sample.tokens,
-        held.squares + sample.squares,
-        held.duration_s + sample.duration_s,
-        held.responses + (not together),
+        incomplete.tokens + sample.tokens,
+        incomplete.squares + sample.squares,
+        incomplete.duration_s + sample.duration_s,
+        incomplete.responses + (not together),
     )

@@ -6,6 +6,10 @@ request (of its first, if it did not wait before). So its next request waits for
 other levels, and one request of each. That is its guaranteed share, 1 in `AGEING_FACTOR` + 1 of the work,
 whatever the higher levels send; long prompts do not make it larger.
 
+That share is of prefill. While decode has no room for the next request of a tenant, the tenant is *held*:
+others pass it, also those of lower levels. Not for ever: when it has been held for `MAX_HOLD_S`, that request
+leaves at its turn whether decode has room or not, one request of the level in that time.
+
 In a level, the tenant with the least virtual token counter goes first (`token_counters`). Of one tenant, the
 request with the earliest deadline leaves first. One that no instance can serve in time any more is *late*: it
 lets the tenant's others pass, since its objective is lost whatever happens, and theirs would be lost as well.
@@ -15,6 +19,7 @@ Late requests leave in the order of arrival, when none of the tenant's others wa
 
 import heapq
 import math
+from collections.abc import Collection
 from enum import Enum
 from typing import Protocol
 
@@ -24,6 +29,9 @@ LATE_EVERY = 8
 """While late requests of a tenant wait, one of this many of its requests that leave is late."""
 AGEING_FACTOR = 15.0
 """Prefill work of other levels, in units of a level's own, after which the level may send a request."""
+
+MAX_HOLD_S = 5.0
+"""Time that a tenant is held before it may leave without room in decode: one request of its level."""
 
 
 class LeaveResult(Enum):
@@ -35,6 +43,8 @@ class LeaveResult(Enum):
     """No instance can take the request now."""
     LATE = "late"
     """Some instance could take the request, but none would respond in time."""
+    HELD = "held"
+    """Decode has no room for the request: other tenants may pass."""
 
 
 class Waiter(Protocol):
@@ -56,8 +66,14 @@ class Waiter(Protocol):
     def tenant(self) -> str:
         """Who sent it; empty: not known."""
 
-    def try_to_leave(self, now_s: float, *, late: bool) -> LeaveResult:
-        """Call `leave` if an instance can take the request now: in time, or `late` is set."""
+    def try_to_leave(self, now_s: float, *, late: bool, held_for_long: bool) -> LeaveResult:
+        """Call `leave` if an instance can take the request now.
+
+        Args:
+            now_s: The time.
+            late: Leave even if no instance would respond in time.
+            held_for_long: Leave even if decode has no room for the request.
+        """
 
     def give_way(self) -> None:
         """Call `leave` and fail: the room is full, and the place goes to a request that comes before it."""
@@ -93,7 +109,7 @@ _Heap = list[tuple[float, int, Place]]
 class Line:
     """The requests of one tenant in one level."""
 
-    __slots__ = ("_in_time", "_late", "_late_turn", "count", "tenant")
+    __slots__ = ("_in_time", "_late", "_late_turn", "count", "held_since_s", "tenant")
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
@@ -104,6 +120,8 @@ class Line:
         """By arrival, likewise."""
         self._late_turn = 0
         """Requests that have left since the last late one."""
+        self.held_since_s: float | None = None
+        """When decode first had no room for its next request; None: it had, or was not asked."""
 
     def push(self, place: Place) -> None:
         """Add a place, or add it again."""
@@ -126,6 +144,7 @@ class Line:
     def record_departure(self, place: Place) -> None:
         """Count a request that has left for an instance."""
         self._late_turn = self._late_turn + 1 if place.in_time else 0
+        self.held_since_s = None
 
 
 def _drop_gone(heap: _Heap, *, in_time: bool) -> _Heap:
@@ -137,7 +156,18 @@ def _drop_gone(heap: _Heap, *, in_time: bool) -> _Heap:
 class Level:
     """The lines of all tiers with one priority."""
 
-    __slots__ = ("_heap", "_next_number", "counters", "due_at_s", "in_time_prefill_s", "lines", "priority")
+    __slots__ = (
+        "_heap",
+        "_next_number",
+        "counters",
+        "due_at_s",
+        "held",
+        "in_time_prefill_s",
+        "lines",
+        "passed_hold_s",
+        "priority",
+        "ttft_s",
+    )
 
     def __init__(self, priority: int) -> None:
         self.priority = priority
@@ -147,6 +177,12 @@ class Level:
         self.due_at_s = 0.0
         """Prefill work that has left the room, at which this level may go before higher ones."""
         self.in_time_prefill_s = 0.0
+        self.held = False
+        """Whether a request of it waits for decode, not for prefill, and can still be in time."""
+        self.passed_hold_s = -math.inf
+        """When a request last left because it had been held for long."""
+        self.ttft_s = 0.0
+        """TTFT objective of the request that joined last."""
         self._heap: list[tuple[float, int, str]] = []
         """Tenants by counter. May hold outdated counters; they are dropped when they come to the top."""
         self._next_number = 0
@@ -171,7 +207,7 @@ class Level:
         """Drop the line of a tenant none of whose requests waits."""
         del self.lines[line.tenant]
         if not self.lines:
-            self.in_time_prefill_s = 0.0
+            self.in_time_prefill_s, self.held = 0.0, False
 
     def find_longest(self) -> Line | None:
         """The line with the most requests; of several the last tenant by name."""
@@ -187,6 +223,11 @@ class Level:
                 return line
             heapq.heappop(heap)
         return None
+
+    def is_held_for_long(self, line: Line, now_s: float) -> bool:
+        """Whether the next request of a line leaves even if decode has no room for it."""
+        since_s = line.held_since_s
+        return since_s is not None and now_s >= max(since_s, self.passed_hold_s) + MAX_HOLD_S
 
     def set_aside(self, line: Line) -> None:
         """Leave out a line until it is enqueued again."""
@@ -228,14 +269,14 @@ class Level:
         self.due_at_s = departed_s + AGEING_FACTOR * (work_s if work_s < math.inf else 0.0)
 
 
-def choose_level(levels: list[Level], departed_s: float) -> Level | None:
+def choose_level(levels: list[Level], departed_s: float, passed_over: Collection[Level] = ()) -> Level | None:
     """The level whose turn is next, of `levels` by descending priority; None if nobody waits.
 
     Of the lower levels that are due, the one that has been due for longest.
     """
     highest = due = None
     for level in levels:
-        if level.find_first() is None:
+        if level in passed_over or level.find_first() is None:
             continue
         if highest is None:
             highest = level

@@ -29,7 +29,10 @@ __all__ = ["LATE_EVERY", "MAX_REQUESTS", "Charge", "LeaveResult", "Waiter", "Wai
 MAX_REQUESTS = 10_000
 """Requests that wait at most; the next one is refused. Their bodies count in `http1.limits`."""
 
-_LEFT, _LATE = LeaveResult.LEFT, LeaveResult.LATE
+MAX_HELD_LINES = 16
+"""Tenants of one level that are held before its others are not asked: asking 10,000 would stop the router."""
+
+_LEFT, _LATE, _HELD = LeaveResult.LEFT, LeaveResult.LATE, LeaveResult.HELD
 
 
 class WaitingRoom:
@@ -74,6 +77,26 @@ class WaitingRoom:
         """Predicted prefill time of the requests that are not late, in seconds."""
         return sum(level.in_time_prefill_s for level in self._levels_in_order)
 
+    def find_useful_prefill_s(self, instances: int) -> float:
+        """Prefill time of the requests that `instances` could still compute in time, in seconds.
+
+        The work of a level counts as far as it ends within its objective, behind that of higher ones.
+        """
+        useful_s = 0.0
+        for level in self._levels_in_order:
+            if not level.held:
+                useful_s = max(useful_s, min(useful_s + level.in_time_prefill_s, instances * level.ttft_s))
+        return useful_s
+
+    @property
+    def waits_for_decode(self) -> bool:
+        """Whether requests that could still be in time wait for room in decode."""
+        return any(level.held for level in self._levels_in_order)
+
+    def is_held(self, priority: int) -> bool:
+        """Whether a request of this priority waits for room in decode: newcomers do not pass it at once."""
+        return self._find_level(priority).held
+
     def find_backlog_s(self, priority: int) -> float:
         """Prefill time of the requests in time that go before one of this priority that joins, in seconds."""
         return sum(level.in_time_prefill_s for level in self._levels_in_order if level.priority >= priority)
@@ -95,6 +118,7 @@ class WaitingRoom:
             return False
         number, self._next_number = self._next_number, self._next_number + 1
         level = self._find_level(waiter.priority)
+        level.ttft_s = waiter.deadline_s - waiter.arrival_s
         line = level.open_line(waiter.tenant, departed_s=self._departed_s, work_s=work_s)
         place = self.members[waiter] = Place(waiter, level, line, number, prefill_s, work_s)
         line.count += 1
@@ -159,8 +183,11 @@ class WaitingRoom:
     def _let_leave(self, now_s: float) -> None:
         passed: list[Place] = []
         set_aside: list[tuple[Level, Line]] = []
+        held_lines: dict[Level, int] = {}
+        full: list[Level] = []
+        """Levels with so many held lines that no more of them are asked."""
         while True:
-            level = choose_level(self._levels_in_order, self._departed_s)
+            level = choose_level(self._levels_in_order, self._departed_s, full)
             line = None if level is None else level.find_first()
             if level is None or line is None:
                 break
@@ -170,11 +197,23 @@ class WaitingRoom:
                 set_aside.append((level, line))
                 continue
             place = heap[0][2]
-            departure = place.waiter.try_to_leave(now_s, late=not place.in_time)
+            held_for_long = level.is_held_for_long(line, now_s)
+            departure = place.waiter.try_to_leave(now_s, late=not place.in_time, held_for_long=held_for_long)
+            level.held = (departure is _HELD and place.in_time) or (level in held_lines and level.held)
             if departure is _LEFT:
                 self._record_departure(place)
+                if held_for_long:
+                    level.passed_hold_s = now_s
             elif departure is _LATE:
                 self._move_to_late(place)
+            elif departure is _HELD:
+                if line.held_since_s is None:
+                    line.held_since_s = now_s
+                level.set_aside(line)
+                set_aside.append((level, line))
+                held_lines[level] = held_lines.get(level, 0) + 1
+                if held_lines[level] == MAX_HELD_LINES:
+                    full.append(level)
             elif place.waiter.excludes_instances:
                 heapq.heappop(heap)
                 passed.append(place)

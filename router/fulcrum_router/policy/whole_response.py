@@ -10,15 +10,19 @@ ASSUMED_CONTEXT_TOKENS = 131_072
 """Assumed longest context, for a request that leaves the number of output tokens to the engine."""
 
 
+def compute_max_response_s(*, first_byte_timeout_s: float, max_output_tokens: int) -> float:
+    """Compute the longest time for a whole response of so many output tokens."""
+    return first_byte_timeout_s + max_output_tokens * SECONDS_PER_TOKEN
+
+
 def compute_deadline_s(
-    *, sent_s: float, progress_at_s: float, first_byte_timeout_s: float, max_output_tokens: int
+    *, sent_s: float, progress_at_s: float, first_byte_timeout_s: float, max_response_s: float
 ) -> float:
     """Compute until when to wait for a whole response, on the clock of `sent_s` and `progress_at_s`.
 
-        min(sent + F + n · SECONDS_PER_TOKEN, max(sent, progress) + F)
+        min(sent + max_response_s, max(sent, progress) + F)
 
-    F is the time-out of the first byte and n the number of output tokens that the request allows. So the
-    response fails when its engine has made no progress for F, or when it takes too long for its tokens.
+    F is the time-out of the first byte. So the response fails when its engine has made no progress for F, or
+    when the response takes longer than `max_response_s`.
     """
-    limit_at_s = sent_s + first_byte_timeout_s + max_output_tokens * SECONDS_PER_TOKEN
-    return min(limit_at_s, max(sent_s, progress_at_s) + first_byte_timeout_s)
+    return min(sent_s + max_response_s, max(sent_s, progress_at_s) + first_byte_timeout_s)

@@ -32,6 +32,8 @@ class Work(NamedTuple):
     """Of the tier; higher is more important."""
     tenant: str = ""
     """Tenant that sent the request; empty: unknown."""
+    choices: int = 1
+    """Texts that the engine generates for the request."""
 
     @property
     def arrival_s(self) -> float:

@@ -4,7 +4,16 @@ Used by the engine server (`server`) in real time and by the tests in virtual ti
 """
 
 from fulcrum_simulator.engine.engine import Engine
-from fulcrum_simulator.engine.events import (
+from fulcrum_simulator.engine.links import (
+    HANDSHAKE_TIMEOUT_S,
+    HandshakeQueue,
+    HandshakeResult,
+    LinkEnd,
+    LinkReservation,
+    estimate_transfer_s,
+    reserve_transfer,
+)
+from fulcrum_simulator.engine.outputs import (
     DecodeRun,
     EngineDead,
     EngineEvent,
@@ -15,15 +24,6 @@ from fulcrum_simulator.engine.events import (
     OutputToken,
     Preempted,
     Step,
-)
-from fulcrum_simulator.engine.links import (
-    HANDSHAKE_TIMEOUT_S,
-    HandshakeQueue,
-    HandshakeResult,
-    LinkEnd,
-    LinkReservation,
-    estimate_transfer_s,
-    reserve_transfer,
 )
 from fulcrum_simulator.engine.requests import (
     EngineRequest,

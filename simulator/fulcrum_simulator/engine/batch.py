@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from fulcrum_core.latency import StepModel
 from fulcrum_simulator.engine.blocks import BlockPool
-from fulcrum_simulator.engine.events import Step
+from fulcrum_simulator.engine.outputs import Step
 from fulcrum_simulator.engine.request_run import RequestRun, RequestRunState
 
 
@@ -89,11 +89,16 @@ class Batch:
 
         Blocks are allocated in the same order as step by step: by step, then by place in the batch.
         """
-        due = [place for place in self._steps_to_next_block() if place[0] <= steps]
+        due = sorted(
+            (run.room_tokens - run.computed_tokens, index)
+            for index, run in enumerate(self.decoding)
+            if run.room_tokens - run.computed_tokens <= steps
+        )
         while due:
-            for _, index in due:
-                run = self.decoding[index]
-                run.blocks += pool.allocate(1, run.prompt, len(run.blocks))
+            runs = [self.decoding[index] for _, index in due]
+            blocks = pool.allocate_next([(run.prompt, len(run.blocks)) for run in runs])
+            for run, block in zip(runs, blocks, strict=True):
+                run.blocks.append(block)
                 run.room_tokens += block_size
             due = [(step + block_size, index) for step, index in due if step + block_size <= steps]
 

@@ -122,6 +122,15 @@ class BlockPool:
         self.mark_written(allocated, prompt, first_index)
         return allocated
 
+    def allocate_next(self, places: Sequence[tuple[PromptKey, int]]) -> list[int]:
+        """Allocate one block for each prompt's block index, as one `allocate` after the other does."""
+        allocated = self._free_uncached.take(len(places))
+        allocated += [self._evict() for _ in range(len(places) - len(allocated))]
+        written_by, block_index = self._written_by, self._block_index
+        for block, (prompt, index) in zip(allocated, places, strict=True):
+            written_by[block], block_index[block] = prompt, index
+        return allocated
+
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference of each block.
 

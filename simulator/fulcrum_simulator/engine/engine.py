@@ -16,7 +16,8 @@ from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import EngineProfile
 from fulcrum_simulator.engine.batch import Batch
 from fulcrum_simulator.engine.blocks import BlockPool, PromptKey
-from fulcrum_simulator.engine.events import (
+from fulcrum_simulator.engine.leases import HEARTBEATS_PER_LEASE, Leases
+from fulcrum_simulator.engine.outputs import (
     DecodeRun,
     EngineDead,
     EngineEvent,
@@ -28,7 +29,6 @@ from fulcrum_simulator.engine.events import (
     Preempted,
     Step,
 )
-from fulcrum_simulator.engine.leases import HEARTBEATS_PER_LEASE, Leases
 from fulcrum_simulator.engine.request_run import QueueOrder, RequestRun, RequestRunState
 from fulcrum_simulator.engine.requests import (
     EngineRequest,
@@ -37,7 +37,7 @@ from fulcrum_simulator.engine.requests import (
     check_runnable,
 )
 from fulcrum_simulator.engine.stats import EngineGauges, EngineStats
-from fulcrum_simulator.engine.step_jitter import StepJitter
+from fulcrum_simulator.engine.step_factors import StepFactors
 
 
 class Engine:
@@ -55,16 +55,16 @@ class Engine:
         *,
         engine_id: str,
         lease_s: float = 30.0,
-        step_jitter: Callable[[], float] | None = None,
+        draw_step_factor: Callable[[], float] | None = None,
     ) -> None:
-        """`engine_id` must be new at every start. `step_jitter` returns a factor for each step's duration."""
+        """`engine_id` must be new at every start. `draw_step_factor` returns the factor of a step."""
         self.profile = profile
         self.engine_id = engine_id
         self.stats = EngineStats()
         self.dead = False  # an assertion of the real engine failed
         self.busy = False  # a step is under way
         self._model = profile.step_model
-        self._jitter = StepJitter(step_jitter)
+        self._step_factors = StepFactors(draw_step_factor)
         self._lease_s = lease_s
         self._pool = BlockPool(profile.kv_blocks)
         self._leases = Leases(lease_s)
@@ -103,12 +103,8 @@ class Engine:
         run = self._runs.get(request_id)
         if run is None:
             return None
-        kv_transfer = run.request.kv_transfer
-        if (
-            run.state is RequestRunState.FETCHING
-            and isinstance(kv_transfer, KvImportRequest)
-            and kv_transfer.request_id is None
-        ):
+        kv_transfer, fetching = run.request.kv_transfer, run.state is RequestRunState.FETCHING
+        if fetching and isinstance(kv_transfer, KvImportRequest) and kv_transfer.request_id is None:
             self._die("a KV transfer without remote_request_id was aborted")
         self._batch.remove(run)
         return self._end_run(run, FinishReason.ABORT, None, now_s)
@@ -136,19 +132,23 @@ class Engine:
         if not batch.decoding and not batch.chunks:
             return None
         self.busy = True
-        step = batch.measure_step(self._model, self._jitter.take())
+        step = batch.measure_step(self._model, self._step_factors.take())
         self.stats.record_steps(1, tokens=step.prefill_tokens + step.decodes)
         return step
 
-    def finish_step(self, now_s: float) -> list[EngineEvent]:
-        """End the step under way; returns its events: preemptions, then tokens, then ends of requests."""
+    def finish_step(self, now_s: float, *, continued: list[str] | None = None) -> list[EngineEvent]:
+        """End the step under way; returns its events: preemptions, then tokens, then ends of requests.
+
+        A simulation passes the list `continued`: it gets the ids of the requests that went on decoding, in
+        the place of an event for each of these tokens, which are neither a first nor a last one.
+        """
         if not self.busy:
             raise RuntimeError("no step is under way: start one first")
         self.expire_leases(now_s)
         self.busy = False
         events: list[EngineEvent] = [event for event in self._preempted if event.request_id in self._runs]
         self._preempted.clear()
-        ended = self._finish_decodes(events, now_s)
+        ended = self._finish_decodes(events, continued, now_s)
         for run, chunk in self._batch.chunks:
             if run.state is RequestRunState.PREFILLING and self._finish_chunk(run, chunk, events, now_s):
                 ended.append(run)
@@ -171,7 +171,7 @@ class Engine:
             durations_s = self._model.decode_steps_s(
                 decodes=step.decodes, context_tokens=context_tokens, steps=count - 1
             )
-            for duration_s, factor in zip(durations_s, self._jitter.peek(count - 1), strict=True):
+            for duration_s, factor in zip(durations_s, self._step_factors.peek(count - 1), strict=True):
                 if now_s >= expiry_s:
                     break
                 now_s += duration_s * factor
@@ -187,7 +187,7 @@ class Engine:
         count, decodes = len(ends_s), len(self._batch.decoding)
         self._batch.allocate_ahead(self._pool, self.profile.block_size, count)
         self.stats.samples.itl_s.extend(self._batch.add_tokens(ends_s))
-        self._jitter.skip(count)
+        self._step_factors.skip(count)
         self.stats.generation_tokens += count * decodes
         self.stats.record_steps(count, tokens=decodes)
 
@@ -195,9 +195,7 @@ class Engine:
 
     @property
     def heartbeat_interval_s(self) -> float:
-        """Interval at which a decode instance sends heartbeats for blocks that it still needs: a sixth of the
-        lease.
-        """
+        """Seconds between heartbeats for blocks that a decode instance still needs: a sixth of the lease."""
         return self._lease_s / HEARTBEATS_PER_LEASE
 
     def take_kv_fetches(self) -> list[KvFetch]:
@@ -236,9 +234,7 @@ class Engine:
     # KV transfer, on the prefill instance
 
     def extend_lease(self, request_id: str, now_s: float) -> bool:
-        """Extend the lease on a heartbeat, to at least 2/3 lease_s from now. False if there is no such
-        lease.
-        """
+        """Extend the lease on a heartbeat, to at least 2/3 lease_s from now. False if there is none."""
         self.expire_leases(now_s)
         return self._leases.extend(request_id, now_s)
 
@@ -423,7 +419,9 @@ class Engine:
 
     # End of a step
 
-    def _finish_decodes(self, events: list[EngineEvent], now_s: float) -> list[RequestRun]:
+    def _finish_decodes(
+        self, events: list[EngineEvent], continued: list[str] | None, now_s: float
+    ) -> list[RequestRun]:
         """Emit one token for each decode; returns those at their limit. The model's hot loop."""
         ended = []
         itl_s = self.stats.samples.itl_s
@@ -431,7 +429,6 @@ class Engine:
             run.computed_tokens += 1
             index = run.output_tokens
             run.output_tokens = index + 1
-            events.append(OutputToken(run.id, index, run.digest))
             if index:
                 itl_s.append(now_s - run.last_token_s)
                 run.last_token_s = now_s
@@ -439,6 +436,10 @@ class Engine:
                 self._record_first_token(run, now_s)
             if run.output_tokens >= run.output_limit:
                 ended.append(run)
+            elif index and continued is not None:
+                continued.append(run.id)
+                continue
+            events.append(OutputToken(run.id, index, run.digest))
         self.stats.generation_tokens += len(self._batch.decoding)
         return ended
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from fulcrum_simulator.engine.blocks import PromptKey
-from fulcrum_simulator.engine.events import ExportedKv, Finished, FinishReason
+from fulcrum_simulator.engine.outputs import ExportedKv, Finished, FinishReason
 from fulcrum_simulator.engine.requests import EngineRequest, KvImportRequest
 
 QueueOrder = tuple[int, float, int]  # priority, arrival, sequence

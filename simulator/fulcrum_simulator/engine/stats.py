@@ -5,7 +5,7 @@ Samples are kept in lists until the caller takes them.
 
 from dataclasses import dataclass, field
 
-from fulcrum_simulator.engine.events import FinishReason
+from fulcrum_simulator.engine.outputs import FinishReason
 
 
 @dataclass(slots=True)

@@ -81,17 +81,19 @@ def run_policy(
     check_around: bool = False,
     precision: float = RUN_PRECISION,
     first: float = 1.0,
+    step: float = 2.0,
     on_run: OnRun = ignore_progress,
 ) -> PolicyRuns:
     """Run the policy of `options` with each seed; with a bar, at the highest rate that keeps it.
 
-    The first search starts at the factor `first`, that of each further seed where the one before ended.
+    The first search starts at the factor `first` with steps of `step`, that of each further seed where the
+    one before ended, with short steps.
     """
     runs: list[SeedRun] = []
     search = _Search(bar, precision, check_around)
     for seed in seeds:
-        step = _NEAR if runs and runs[-1].factor else 2.0
-        runs.append(_run_seed(load, replace(options, seed=seed), search, first, step, on_run))
+        near = _NEAR if runs and runs[-1].factor else step
+        runs.append(_run_seed(load, replace(options, seed=seed), search, first, near, on_run))
         first = runs[-1].factor or first
     return PolicyRuns(options.policy, tuple(runs))
 

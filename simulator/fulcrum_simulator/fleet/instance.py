@@ -12,6 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from fulcrum_core.profiles import EngineProfile
+from fulcrum_core.values import KV_LEASE_S
 from fulcrum_simulator.engine import (
     Engine,
     EngineRequest,
@@ -32,12 +33,11 @@ class EngineLeg(Protocol):
     """One request on one instance, to whose events its sender listens."""
 
     request: EngineRequest
+    count_tokens: Callable[[int], None]
+    """Called with the number of tokens that the engine has produced by now, after the first one."""
 
     def on_token(self, token: OutputToken) -> None:
-        """The engine produced a token now."""
-
-    def on_skipped_tokens(self, count: int) -> None:
-        """The engine has produced so many tokens by now."""
+        """The engine produced the first or the last token now, or one after a preemption."""
 
     def on_end(self, end: Finished) -> None:
         """The engine finished the request."""
@@ -51,11 +51,10 @@ class EngineLeg(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceOptions:
-    """How engines behave: their profile, the relative noise of a step's duration, the KV lease."""
+    """How engines behave: their profile, the relative noise of a step's duration."""
 
     profile: EngineProfile
     step_noise: float
-    lease_s: float
     lookahead_steps: int
 
 
@@ -86,8 +85,8 @@ class SimulatedInstance:
         self.engine = Engine(
             options.profile,
             engine_id=f"{self.name}/{self.restarts}",
-            lease_s=options.lease_s,
-            step_jitter=(lambda: 1.0 + noise * (2.0 * draw() - 1.0)) if noise else None,
+            lease_s=KV_LEASE_S,
+            draw_step_factor=(lambda: 1.0 + noise * (2.0 * draw() - 1.0)) if noise else None,
         )
         self.steps = SteppedEngine(self.engine, lookahead_steps=options.lookahead_steps)
         self._legs: dict[str, EngineLeg] = {}
@@ -139,7 +138,7 @@ class SimulatedInstance:
         if count:
             legs = self._legs
             for request_id in ids:
-                legs[request_id].on_skipped_tokens(count)
+                legs[request_id].count_tokens(count)
 
     def take_samples(self) -> Samples:
         """Return the engine's latency samples since the last call."""
@@ -207,7 +206,10 @@ class SimulatedInstance:
     def _end_step(self) -> None:
         self.advance()
         legs = self._legs
-        for event in self.steps.finish():
+        events, continued = self.steps.finish()
+        for request_id in continued:
+            legs[request_id].count_tokens(1)
+        for event in events:
             if isinstance(event, OutputToken):
                 leg = legs.get(event.request_id)
                 if leg is not None:

@@ -7,7 +7,7 @@ from enum import StrEnum
 from fulcrum_core.api.meta import format_duration, parse_duration
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import EngineProfile
-from fulcrum_core.values import KV_LEASE_S, DispatchMode, Slo
+from fulcrum_core.values import DispatchMode, Slo
 from fulcrum_simulator.fleet.stepped_engine import LOOKAHEAD_STEPS
 
 BEST_STATIC = "static:best"
@@ -169,7 +169,6 @@ class RunOptions:
     slo: Slo
     seed: int = 1
     control: ControlOptions = ControlOptions()
-    lease_s: float = KV_LEASE_S
     unscored_share: float = 0.1
     drain_s: float = 600.0
     lookahead_steps: int = LOOKAHEAD_STEPS

@@ -15,11 +15,14 @@ class RoutedInstance(LearningInstance):
 
     __slots__ = (
         "_batch_tokens",
+        "engine_read_at_s",
+        "engine_requests",
         "engine_waiting",
         "error_share",
         "identity",
         "instance",
         "itl_s",
+        "kv_capacity_tokens",
         "kv_lease_s",
         "kv_usage",
         "name",
@@ -32,6 +35,7 @@ class RoutedInstance(LearningInstance):
     ) -> None:
         super().__init__(prefill, decode)
         self.instance, self.name, self.role = instance, instance.name, role
+        self.kv_capacity_tokens = instance.kv_capacity_tokens
         self.serving = True
         self.error_share = 0.0
         self.identity: EngineIdentity | None = None
@@ -39,25 +43,31 @@ class RoutedInstance(LearningInstance):
         self.itl_s: float | None = None
         self._batch_tokens = 0
         self.kv_usage: float | None = None
+        self.engine_requests: int | None = None
         self.engine_waiting: int | None = None
-        """As of the last probe."""
+        """As of the last probe, at `engine_read_at_s`."""
+        self.engine_read_at_s = 0.0
 
-    def probe(self) -> None:
-        """Read the engine's inter-token latency of the last interval and learn from it."""
+    def probe(self, now_s: float) -> None:
+        """Read the engine's counts and its inter-token latency of the last interval, and learn from it."""
+        self.engine_read_at_s = now_s
         if not self.instance.alive:
             self.itl_s, self._batch_tokens = None, 0
-            self.kv_usage = self.engine_waiting = None
+            self.kv_usage = self.engine_requests = self.engine_waiting = None
             return
         gauges = self.instance.engine.gauges
-        self.kv_usage, self.engine_waiting = gauges.kv_usage, gauges.waiting_capacity
+        self.kv_usage, self.engine_waiting = gauges.kv_usage, gauges.waiting
+        self.engine_requests = gauges.running + gauges.waiting
         samples = self.instance.take_samples().itl_s
         self.itl_s = sum(samples) / len(samples) if samples else None
-        ledger, before = self.ledger, self._batch_tokens
-        self._batch_tokens = now = 0 if ledger.prefill_tokens else ledger.decode_tokens
+        before = self._batch_tokens
+        self._batch_tokens = now = self.measure_batch(
+            kv_usage=self.kv_usage, kv_capacity_tokens=self.kv_capacity_tokens
+        )
         if self.itl_s and before and now:
             self.learn_decode(tokens=(before + now) // 2, itl_s=self.itl_s)
 
-    def report(self, now_s: float, *, waiting_s: float) -> InstanceState:
+    def report(self, now_s: float, *, waiting_s: float, decode_is_full: bool) -> InstanceState:
         """Return what the router reports at its state port; `waiting_s` is the share of the waiting room."""
         ledger = self.ledger
         return InstanceState(
@@ -72,9 +82,12 @@ class RoutedInstance(LearningInstance):
             pending_transfers=ledger.pending_transfers,
             itl_s=self.itl_s,
             kv_usage=self.kv_usage,
+            engine_requests=self.engine_requests,
+            engine_read_at_s=self.engine_read_at_s,
             reserved_tokens=ledger.reserved_tokens,
+            decode_is_full=decode_is_full and self.role is Role.DECODE,
             engine_waiting=self.engine_waiting,
-            kv_capacity_tokens=self.instance.kv_capacity_tokens,
+            kv_capacity_tokens=self.kv_capacity_tokens,
             itl_intercept_s=self.decode_model.intercept,
             itl_slope_s=self.decode_model.slope,
         )

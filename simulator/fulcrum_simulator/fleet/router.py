@@ -8,7 +8,7 @@ the measurement of slow pairs.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from fulcrum_core.api.pdassignment import PDAssignmentSpec
@@ -67,6 +67,7 @@ class SimulatedRouter:
         hop_s: float,
         flips: FlipSettings | None,
         prefill_ahead_s: float = math.inf,
+        priorities: Collection[int] = (),
     ) -> None:
         self.events, self.slo, self.hop_s = events, slo, hop_s
         self.fleet = RoutedFleet(instances)
@@ -81,6 +82,7 @@ class SimulatedRouter:
         self._computed: dict[str, KvImportRequest] = {}
         self._context = JourneyContext(self.fleet, TransferPairs())
         self._context.waiting_room.prefill_ahead_s = prefill_ahead_s
+        self._context.decode_share.set_tiers(priorities, tpot_s=slo.tpot_s)
         self._journeys = SimulatedJourneys(self._context, self)
         if flips is not None:
             self._context.flip_rules = FlipProposalRules(enabled=True, max_decode_load=flips.max_decode_load)
@@ -110,7 +112,7 @@ class SimulatedRouter:
 
     def _probe(self) -> None:
         for view in self.fleet.instances:
-            view.probe()
+            view.probe(self.events.now_s)
         self._context.pairs.refresh(self.fleet.instances, now_s=self.events.now_s)
         self.samples.append(take_sample(self.fleet.instances, self.events.now_s))
         self.start_probes()
@@ -163,7 +165,11 @@ class SimulatedRouter:
             acknowledged_at_s=self._applied_at_s,
             at_s=now_s,
             instances=tuple(
-                view.report(now_s, waiting_s=self._context.waiting_share_s(view))
+                view.report(
+                    now_s,
+                    waiting_s=self._context.waiting_share_s(view),
+                    decode_is_full=self._context.waiting_room.waits_for_decode,
+                )
                 for view in self.fleet.instances
             ),
             flip_request_role=request.role if request else None,
@@ -300,10 +306,11 @@ class _SentLeg:
     Implements `instance.EngineLeg`. A decode response counts at the engine; the client gets it a hop later.
     """
 
-    __slots__ = ("_leg", "_router", "_timeout", "_view", "request")
+    __slots__ = ("_leg", "_router", "_timeout", "_view", "count_tokens", "request")
 
     def __init__(self, router: SimulatedRouter, leg: SimulatedLeg, view: RoutedInstance) -> None:
         self._router, self._leg, self._view, self.request = router, leg, view, leg.request
+        self.count_tokens: Callable[[int], None] = leg.add_tokens
         events = router.events
         timeout_s = TIMEOUTS.prefill if leg.is_prefill else TIMEOUTS.first_byte
         self._timeout = events.schedule(events.now_s + timeout_s, self._time_out)
@@ -317,9 +324,7 @@ class _SentLeg:
         if not self._leg.is_prefill:
             self._timeout.cancel()
             self._leg.on_token(token)
-
-    def on_skipped_tokens(self, count: int) -> None:
-        self._leg.add_tokens(count)
+            self.count_tokens = self._leg.find_token_counter()
 
     def on_end(self, end: Finished) -> None:
         self._timeout.cancel()

@@ -129,7 +129,6 @@ class _Simulation:
         engine_options = InstanceOptions(
             profile=_set_token_budget(options.profile, options.policy.token_budget),
             step_noise=options.control.step_noise,
-            lease_s=options.lease_s,
             lookahead_steps=options.lookahead_steps,
         )
         peers: dict[str, SimulatedInstance] = {}
@@ -174,6 +173,7 @@ class _Simulation:
             prefill_ahead_s=DispatchSpec().prefill_ahead
             if options.policy.dispatch is DispatchMode.QUEUE
             else math.inf,
+            priorities={request.priority for request in self._workload},
         )
         for view in views:
             view.instance.on_restart = partial(router.set_serving, view, True)

@@ -64,13 +64,12 @@ class SplitController:
         self._schedule(self._planner.interval_s, self._tick)
 
     def _plan(self, state: RouterState) -> None:
-        wanted, reason = self._planner.plan(self._view(state))
+        planned, reason = self._planner.plan(self._view(state))
         for _ in state.instances:
             roles = [entry.role for entry in self._assignment.roles.values()]
-            have = roles.count(Role.PREFILL)
-            if wanted == have or not self._flip(
-                Role.PREFILL if wanted > have else Role.DECODE, state, reason
-            ):
+            current = roles.count(Role.PREFILL)
+            to = Role.PREFILL if planned > current else Role.DECODE
+            if planned == current or not self._flip(to, state, reason):
                 return
 
     def _view(self, state: RouterState) -> PlannerView:

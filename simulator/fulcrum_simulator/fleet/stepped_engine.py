@@ -73,6 +73,10 @@ class SteppedEngine:
         self.next_skipped_s = math.inf
         return left > 1
 
-    def finish(self) -> list[EngineEvent]:
-        """End the last planned step at `due_s`. Call `advance` for that time first."""
-        return self.engine.finish_step(self.due_s)
+    def finish(self) -> tuple[list[EngineEvent], list[str]]:
+        """End the last planned step at `due_s`; returns its events and the requests that went on decoding.
+
+        Call `advance` for that time first.
+        """
+        continued: list[str] = []
+        return self.engine.finish_step(self.due_s, continued=continued), continued

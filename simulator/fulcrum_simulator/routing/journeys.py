@@ -108,6 +108,11 @@ class SimulatedLeg:
         if not self.ended:
             self._run.add_tokens(count)
 
+    def find_token_counter(self) -> Callable[[int], None]:
+        """Return what counts as `add_tokens` does, from the first token to the end of the leg, but faster."""
+        entry = None if self.ended else self._run.journey.decode_entry
+        return self.add_tokens if entry is None else entry.add_tokens
+
     def on_end(self, end: Finished) -> None:
         """The engine finished the request."""
         if not self.ended:
@@ -188,13 +193,14 @@ class _Run:
 
     __slots__ = (
         "_decode_leg",
+        "_leg_tokens",
         "_legs_sent",
         "_on_end",
         "_on_token",
         "_prefill_leg",
         "_request",
         "_routing",
-        "_started",
+        "_tokens_before",
         "_transfer",
         "journey",
     )
@@ -224,7 +230,8 @@ class _Run:
         self._decode_leg: SimulatedLeg | None = None
         self._transfer: KvTransfer = NoKvTransfer()
         self._legs_sent = 0
-        self._started = False
+        self._leg_tokens = self._tokens_before = 0
+        """Tokens of the last decode leg, and of the legs that broke before it."""
 
     def act(self, action: Action) -> None:
         """Carry out the next action, and those that follow from it at once."""
@@ -256,7 +263,7 @@ class _Run:
 
     def _send_decode(self) -> None:
         transfer = self._transfer if self.journey.has_kv else NoKvTransfer()
-        tokens = self._request.output_tokens
+        tokens, self._leg_tokens = self._request.output_tokens - self._tokens_before, 0
         self._decode_leg = leg = self._build_leg(transfer, max_tokens=tokens, is_prefill=False)
         self._open(leg, self.journey.decode_instance)
 
@@ -265,7 +272,7 @@ class _Run:
         sent = EngineRequest(
             id=f"{request.id}-{self._legs_sent}",
             arrival_s=self._routing.port.now_s(),
-            prompt_tokens=request.prompt_tokens,
+            prompt_tokens=request.prompt_tokens + self._tokens_before,
             max_tokens=max_tokens,
             digest=request.digest,
             block_hashes=() if self.journey.must_recompute else request.block_hashes,
@@ -301,14 +308,14 @@ class _Run:
             self._routing.port.abort(leg, instance)
             self._fail_decode(Failure.LEASE_EXPIRED)
             return
-        if not self._started:
-            self._started = True
+        if not self._leg_tokens:
             self.journey.first_byte(leg.last_token_s)
         self.add_tokens(1)
-        self._on_token(token)
+        self._on_token(token._replace(index=token.index + self._tokens_before))
 
     def add_tokens(self, count: int) -> None:
         """Count tokens of the decode leg."""
+        self._leg_tokens += count
         entry = self.journey.decode_entry
         if entry is not None:
             entry.add_tokens(count)
@@ -346,11 +353,15 @@ class _Run:
         self.act(self.journey.prefill_failed(self._routing.port.now_s(), failure, started=started))
 
     def _fail_decode(self, failure: Failure) -> None:
+        """Go on after a decode leg that failed; what the client has becomes part of the prompt."""
+        delivered, self._leg_tokens = self._leg_tokens, 0
+        self._tokens_before += delivered
         action = self.journey.decode_failed(
             self._routing.port.now_s(),
             failure,
             started=failure is not Failure.REFUSED,
             kv_late=failure is Failure.LEASE_EXPIRED,
+            delivered_tokens=delivered,
         )
         self.act(action)
 

@@ -35,7 +35,7 @@ from fulcrum_simulator.server.responses import (
 )
 from fulcrum_simulator.server.service import EngineService
 from fulcrum_simulator.server.token_sinks import BufferedTokens, ResponseEnd, StreamedResponse
-from fulcrum_simulator.text import BYTES_PER_TOKEN, count_tokens, prompt_digest
+from fulcrum_simulator.text import BYTES_PER_TOKEN, count_tokens, prompt_digest, split_off_output
 
 ENGINE_VERSION = "0.32.0"
 """The vLLM version whose behaviour is simulated."""
@@ -51,6 +51,8 @@ class _GenerateCall:
     parsed: GenerateRequest
     request: EngineRequest
     template: ResponseTemplate
+    first_index: int
+    """Output tokens with which the prompt ends."""
 
 
 class EngineApp:
@@ -122,6 +124,7 @@ class EngineApp:
         check_role(parsed, service.options.role)
         call_id = request_id or uuid.uuid4().hex
         response_id = f"chatcmpl-{call_id}" if chat else f"cmpl-{call_id}"
+        before_output, first_index = split_off_output(parsed.prompt)
         return _GenerateCall(
             parsed=parsed,
             request=EngineRequest(
@@ -129,7 +132,7 @@ class EngineApp:
                 arrival_s=service.runner.now_s(),
                 prompt_tokens=parsed.prompt_tokens,
                 max_tokens=parsed.max_tokens,
-                digest=prompt_digest(parsed.prompt),
+                digest=prompt_digest(before_output),
                 block_hashes=block_hashes(
                     parsed.prompt,
                     block_bytes=service.options.profile.block_size * BYTES_PER_TOKEN,
@@ -141,10 +144,11 @@ class EngineApp:
             template=ResponseTemplate(
                 response_id=response_id, model=parsed.model, created_s=int(time.time()), chat=chat
             ),
+            first_index=first_index,
         )
 
     async def _respond(self, call: _GenerateCall) -> web.Response:
-        sink = BufferedTokens()
+        sink = BufferedTokens(first_index=call.first_index)
         self._service.submit(call.request, sink)
         try:
             ending = await sink.ending
@@ -169,7 +173,9 @@ class EngineApp:
         transport = request.transport
         if transport is None:
             return response
-        sink = StreamedResponse(call.template, transport, max_tokens=call.parsed.max_tokens)
+        sink = StreamedResponse(
+            call.template, transport, max_tokens=call.parsed.max_tokens, first_index=call.first_index
+        )
         self._service.submit(call.request, sink)
         try:
             ending = await sink.ending

@@ -18,18 +18,26 @@ class FaultKind(StrEnum):
     ABORT_DRAINING = "abort_draining"
     EXPIRE_LEASES = "expire_leases"
     FAIL_TRANSFERS = "fail_transfers"
+    SLOW_TRANSFERS = "slow_transfers"
     NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault. `factor` multiplies step times (SLOW); `count` is the number of pulls that fail
-    (FAIL_TRANSFERS).
+    """One fault. `factor` multiplies step times (SLOW) or pull times (SLOW_TRANSFERS); `count` is the number
+    of pulls that fail (FAIL_TRANSFERS).
     """
 
     kind: FaultKind
     factor: float = 1.0
     count: int = 0
+
+
+_FIELDS = {
+    FaultKind.SLOW: {"factor"},
+    FaultKind.SLOW_TRANSFERS: {"factor"},
+    FaultKind.FAIL_TRANSFERS: {"count"},
+}
 
 
 def parse_fault(body: Mapping[str, Any]) -> Fault:
@@ -39,10 +47,10 @@ def parse_fault(body: Mapping[str, Any]) -> Fault:
         InvalidInput: for an unknown kind, an unknown or missing field, or a value out of range.
     """
     kind = _kind(body.get("kind"))
-    allowed = {"kind"} | {FaultKind.SLOW: {"factor"}, FaultKind.FAIL_TRANSFERS: {"count"}}.get(kind, set())
+    allowed = {"kind"} | _FIELDS.get(kind, set())
     for field in sorted(body.keys() - allowed):
         raise InvalidInput(f"fault.{field}", body[field], f"is not a field of fault {kind}")
-    if kind is FaultKind.SLOW:
+    if kind in (FaultKind.SLOW, FaultKind.SLOW_TRANSFERS):
         return Fault(kind, factor=_factor(body.get("factor")))
     if kind is FaultKind.FAIL_TRANSFERS:
         return Fault(kind, count=_count(body.get("count", 1)))

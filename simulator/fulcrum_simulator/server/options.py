@@ -13,7 +13,7 @@ from fulcrum_core.profiles import EngineProfile, load_profile
 class Options:
     """Validated options.
 
-    A port of 0 lets the system choose a free one; `seed` 0 means steps without jitter.
+    A port of 0 lets the system choose a free one; `seed` 0 means steps without noise.
     """
 
     name: str
@@ -127,6 +127,6 @@ def _parser() -> argparse.ArgumentParser:
         "--seed",
         type=int,
         default=0,
-        help="seed of the step jitter of up to 5 %%; 0: no jitter (%(default)s)",
+        help="seed of the noise of up to 5 %% in step durations; 0: no noise (%(default)s)",
     )
     return parser

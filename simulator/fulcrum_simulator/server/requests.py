@@ -116,7 +116,14 @@ def _render_chat_prompt(body: Mapping[str, Any]) -> bytes:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(item, dict) for item in messages):
         raise RequestRejected("messages must be a list of at least one message object", param="messages")
-    return render_chat([{**message, "content": _read_content(message)} for message in messages])
+    read = [{**message, "content": _read_content(message)} for message in messages]
+    continue_final = _read_bool(body, "continue_final_message")
+    if continue_final and body.get("add_generation_prompt", True):
+        raise RequestRejected(
+            "Cannot set both `continue_final_message` and `add_generation_prompt` to True.",
+            param="continue_final_message",
+        )
+    return render_chat(read, continue_final=continue_final)
 
 
 def _read_content(message: Mapping[str, Any]) -> str:

@@ -1,4 +1,7 @@
-"""One engine with its runner and its KV puller: what requests, faults and shutdown do to it."""
+"""One engine with its runner and its KV puller: what requests, faults and shutdown do to it.
+
+Fault DIE ends this process with `os._exit`: never inject it into a service within a test's own process.
+"""
 
 import asyncio
 import os
@@ -16,7 +19,7 @@ from fulcrum_simulator.server.options import Options
 from fulcrum_simulator.server.runner import EngineRunner, TokenSink
 from fulcrum_simulator.server.side_channel_puller import SideChannelPuller
 
-STEP_JITTER = 0.05
+STEP_NOISE = 0.05
 """Largest relative deviation of a step's duration."""
 _DIE_DELAY_S = 0.02
 """Time for the response to leave before the process exits."""
@@ -39,7 +42,7 @@ class EngineService:
             profile,
             engine_id=str(uuid.uuid4()),
             lease_s=options.lease_s,
-            step_jitter=_make_step_jitter(options.seed),
+            draw_step_factor=_make_step_factors(options.seed),
         )
         self.options = options
         self.runner = EngineRunner(
@@ -51,6 +54,7 @@ class EngineService:
         self.runner.puller = self.puller
         self.side_channel_port = 0
         self.refusing = False
+        """Fault REFUSE is active: the HTTP server refuses requests."""
         self._aborting = False
         self._not_hung = asyncio.Event()
         self._not_hung.set()
@@ -60,16 +64,20 @@ class EngineService:
         await self._not_hung.wait()
 
     def submit(self, request: EngineRequest, sink: TokenSink) -> None:
-        """Run a request. While draining, end it at once with finish reason "abort" and no tokens."""
+        """Run a request.
+
+        While draining, or with fault ABORT_DRAINING, end it at once with finish reason "abort" and no tokens.
+        """
         if self._aborting:
             sink.on_finished(None)
         else:
             self.runner.submit(request, sink)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for running requests and leases to end; False after `timeout_s`.
+        """End new requests at once (see `submit`) and wait for running requests and leases to end.
 
-        With a timeout of 0 all running requests are aborted at once.
+        After `timeout_s` the engine is paused and the result is False. With 0 all running requests are
+        aborted at once.
         """
         self._aborting = True
         if timeout_s == 0:
@@ -89,7 +97,7 @@ class EngineService:
             await asyncio.sleep(_DRAIN_POLL_S)
 
     def inject_fault(self, fault: Fault) -> None:
-        """Activate a fault; NONE deactivates all."""
+        """Activate a fault; NONE deactivates all, and also lets a draining engine take requests again."""
         log("info", "fault injected", at_s=time.time(), instance=self.options.name, **_fault_fields(fault))
         match fault.kind:
             case FaultKind.DIE:
@@ -107,19 +115,21 @@ class EngineService:
                 self.runner.expire_all_leases()
             case FaultKind.FAIL_TRANSFERS:
                 self.puller.fail_next_pulls(fault.count)
+            case FaultKind.SLOW_TRANSFERS:
+                self.puller.slow_factor = fault.factor
             case FaultKind.NONE:
                 self._clear_faults()
 
     def _clear_faults(self) -> None:
         self.refusing = self._aborting = False
-        self.runner.slow_factor = 1.0
+        self.runner.slow_factor = self.puller.slow_factor = 1.0
         self.puller.fail_next_pulls(0)
         if not self._not_hung.is_set():
             self._not_hung.set()
             self.runner.resume()
 
     def read_stats(self) -> dict[str, Any]:
-        """Return the figures for `/simulator/stats`; lateness in milliseconds."""
+        """Return the figures for `/simulator/stats`; step lateness in milliseconds."""
         gauges, lateness = self.runner.engine.gauges, self.runner.metrics.step_lateness
         return {
             "name": self.options.name,
@@ -141,9 +151,9 @@ def _fault_fields(fault: Fault) -> dict[str, Any]:
     return {"fault": fault.kind.value, "factor": fault.factor, "count": fault.count}
 
 
-def _make_step_jitter(seed: int) -> Callable[[], float] | None:
+def _make_step_factors(seed: int) -> Callable[[], float] | None:
     """Return a function that draws a factor within ± 5 % for each step; None for seed 0."""
     if seed == 0:
         return None
     rng = random.Random(seed)
-    return lambda: rng.uniform(1 - STEP_JITTER, 1 + STEP_JITTER)
+    return lambda: rng.uniform(1 - STEP_NOISE, 1 + STEP_NOISE)

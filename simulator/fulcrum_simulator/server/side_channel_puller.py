@@ -80,6 +80,8 @@ class SideChannelPuller:
         """Tasks that free the blocks of cancelled requests on their sources."""
         self._pulls_to_fail = 0
         """Number of the next pulls that fail because of an injected fault."""
+        self.slow_factor = 1.0
+        """Multiple of the time of each pull, because of an injected fault."""
 
     def start_pull(self, fetch: KvFetch, *, own_digest: bytes) -> None:
         """See `runner.KvPuller`."""
@@ -145,6 +147,7 @@ class SideChannelPuller:
         seconds = estimate_transfer_s(
             fetch.kv_bytes, link_bytes_per_s=profile.link_bytes_per_s, link_setup_s=profile.link_setup_s
         )
+        seconds *= self.slow_factor
         now_s = runner.now_s()
         slot = self._ingress.reserve(seconds, now_s=now_s - seconds)
         await asyncio.sleep(max(0.0, slot.end_s - now_s))

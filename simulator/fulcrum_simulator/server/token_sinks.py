@@ -22,8 +22,10 @@ class ResponseEnd:
 
 
 class _TokenSink:
-    def __init__(self) -> None:
+    def __init__(self, *, first_index: int = 0) -> None:
         self.ending: asyncio.Future[ResponseEnd] = asyncio.get_running_loop().create_future()
+        self._first_index = first_index
+        """Index of the first token in the output for the prompt: more than 0 if it ends with output."""
         self._tokens = 0
 
     def _end(self, end: Finished | None) -> None:
@@ -39,8 +41,8 @@ class _TokenSink:
 class BufferedTokens(_TokenSink):
     """Collects the text of a request that does not stream."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, first_index: int = 0) -> None:
+        super().__init__(first_index=first_index)
         self._texts: list[str] = []
 
     @property
@@ -51,7 +53,7 @@ class BufferedTokens(_TokenSink):
     def on_token(self, out: OutputToken) -> None:
         """Append one token."""
         self._tokens += 1
-        self._texts.append(output_token(out.digest, out.index))
+        self._texts.append(output_token(out.digest, self._first_index + out.index))
 
     def on_finished(self, end: Finished | None) -> None:
         """Wake the handler."""
@@ -66,16 +68,21 @@ class StreamedResponse(_TokenSink):
     """
 
     def __init__(
-        self, template: ResponseTemplate, transport: asyncio.WriteTransport, *, max_tokens: int
+        self,
+        template: ResponseTemplate,
+        transport: asyncio.WriteTransport,
+        *,
+        max_tokens: int,
+        first_index: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(first_index=first_index)
         self._template, self._transport, self._max_tokens = template, transport, max_tokens
         self._last_text = ""
 
     def on_token(self, out: OutputToken) -> None:
         """Send one token, or keep it if it is the last permitted one."""
         self._tokens += 1
-        text = output_token(out.digest, out.index)
+        text = output_token(out.digest, self._first_index + out.index)
         if self._tokens == self._max_tokens:
             self._last_text = text
         else:

@@ -153,7 +153,7 @@ def decode(pieces: list[bytes]) -> tuple[DecodeResponse, bytes]:
         transfer=transfer,
         strips_usage=False,
     )
-    connection.send(response, b"", b"", first_byte_timeout_s=9.0, idle_timeout_s=9.0)
+    connection.send(response, b"", b"", head_timeout_s=9.0, idle_timeout_s=9.0)
     feed(connection, pieces)
     return response, downstream.written
 
@@ -190,7 +190,7 @@ def test_a_buffered_response_is_what_the_engine_sent(run_fuzzer: RunFuzzer, seed
     def run(data: bytes) -> tuple[object, ...]:
         pieces, connection = split_randomly(data, rng), open_connection()
         response = BufferedResponse(retryable=True)
-        connection.send(response, b"", b"", first_byte_timeout_s=9.0, idle_timeout_s=0.0)
+        connection.send(response, b"", b"", head_timeout_s=9.0, idle_timeout_s=0.0)
         feed(connection, pieces)
         assert response.done
         error = getattr(response, "_error", None)

@@ -106,7 +106,7 @@ async def test_a_connection_that_closed_before_it_was_used_fails_at_once() -> No
 
     async def send() -> bytes:
         response = BufferedResponse(retryable=True)
-        connection.send(response, b"", b"", first_byte_timeout_s=DEADLINE_S, idle_timeout_s=DEADLINE_S)
+        connection.send(response, b"", b"", head_timeout_s=DEADLINE_S, idle_timeout_s=DEADLINE_S)
         return await response
 
     with pytest.raises(LegFailed) as failed:

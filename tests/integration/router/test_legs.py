@@ -155,6 +155,7 @@ async def send_smtp_banner(response: ResponseWriter) -> None:
     ("script", "failure"),
     [
         pytest.param(respond_with_status(503), "status", id="returns 503"),
+        pytest.param(respond_with_status(429), "status", id="returns 429"),
         pytest.param(respond_with_status(500), "status", id="returns 500"),
         pytest.param(close_connection, "closed", id="closes the connection"),
         pytest.param(send_partial_response, "closed", id="closes during the response"),
@@ -180,6 +181,7 @@ async def test_a_failed_prefill_leg_is_retried_on_another_instance(
     ("script", "failure"),
     [
         pytest.param(respond_with_status(503), "status", id="returns 503"),
+        pytest.param(respond_with_status(429), "status", id="returns 429"),
         pytest.param(close_connection, "closed", id="closes before the first byte"),
         pytest.param(send_partial_response, "closed", id="closes during the response"),
         pytest.param(never_respond, "timeout", id="hangs"),
@@ -350,7 +352,7 @@ async def test_without_log_probabilities_of_the_prompt_its_kv_is_transferred(
         assert text == "p1 p1 p1 "
 
 
-@pytest.mark.parametrize("status", [400, 404, 429], ids=str)
+@pytest.mark.parametrize("status", [400, 404], ids=str)
 @pytest.mark.parametrize("where", ["p1", "d1"])
 async def test_a_client_error_of_an_engine_is_passed_through(
     client: aiohttp.ClientSession, where: str, status: int
@@ -367,6 +369,7 @@ async def test_a_client_error_of_an_engine_is_passed_through(
     ("script", "status"),
     [
         pytest.param(respond_with_status(503), 503, id="503 stays 503"),
+        pytest.param(respond_with_status(429), 503, id="429 is not the client's"),
         pytest.param(respond_with_status(500), 502, id="500 is a bad gateway"),
         pytest.param(close_connection, 502, id="closing is a bad gateway"),
         pytest.param(never_respond, 504, id="hanging is a time-out"),

@@ -35,7 +35,7 @@ def log_lines() -> Iterator[io.StringIO]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     stream = io.StringIO()
-    configure_logging(stream, level=logging.DEBUG, exception_texts=False)
+    configure_logging(stream, level="debug", exception_texts=False)
     yield stream
     root.handlers[:] = handlers
     root.setLevel(level)

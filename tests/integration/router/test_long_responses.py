@@ -144,6 +144,54 @@ async def test_a_whole_response_over_its_limit_is_not_the_failure_of_an_engine_t
         assert world.ledgers_are_empty()
 
 
+async def test_a_prefill_is_waited_for_while_its_engine_computes(client: aiohttp.ClientSession) -> None:
+    """60 s without progress fail it, and ten times that in all."""
+    started = asyncio.Event()
+
+    async def never_end(response: ResponseWriter) -> None:
+        started.set()
+        await response.hang()
+
+    engines = [FakeEngine("p1", prefill=never_end), FakeEngine("d1")]
+    async with run_router(*engines, settings=DEFAULT) as world:
+        request = asyncio.ensure_future(client.post(world.url(), json=PROMPT))
+        await started.wait()
+        await wait_until_time(time.monotonic() + REUSE_RACE_S, "the request is no longer sent again")
+        instance = world.router.fleet["p1"]
+        let_time_pass(world, 595, computing=instance)
+        assert instance.ledger.prefill_legs == 1
+        let_time_pass(world, 601, computing=instance)
+        async with await request as response:
+            assert response.status == 200
+        assert dict(world.router.counters.retries) == {("prefill", "timeout"): 1}
+
+
+async def test_a_stream_that_drips_ends_when_its_tokens_have_had_their_time(
+    client: aiohttp.ClientSession,
+) -> None:
+    """3 tokens have 60 s + 3 · 0.5 s, however steadily bytes come."""
+    received = asyncio.Event()
+
+    async def drip(response: ResponseWriter) -> None:
+        await response.start_stream()
+        await response.event(json.dumps({"choices": [{"text": "a ", "finish_reason": None}]}))
+        await received.wait()
+        await response.raw(b"ff")
+        await response.hang()
+
+    async with run_router(FakeEngine("p1"), FakeEngine("d1", decode=drip)) as world:
+        world.router.configure(DEFAULT, last_prefill_to_decode_s=None)
+        async with client.post(world.url(), json={**PROMPT, "stream": True}) as response:
+            await response.content.readuntil(b"\n\n")
+            (connection,) = world.router.fleet["d1"].require_connection_pool().busy
+            for second in range(1, 63):
+                connection._received_data = True
+                world.router.fleet.enforce_timeouts(time.monotonic() + second)
+            rest = await response.content.readuntil(b"\n\n")
+        assert b"the engine sends, but the response takes longer than its number of tokens allows" in rest
+        assert world.ledgers_are_empty()
+
+
 async def test_the_first_byte_of_a_stream_has_its_time_out_whatever_else_the_engine_computes(
     client: aiohttp.ClientSession,
 ) -> None:

@@ -119,6 +119,15 @@ async def test_a_failing_engine(
         await wait_until(world.ledgers_are_empty, "nothing is in flight")
 
 
+async def test_a_rejection_is_no_success_of_the_engine(client: aiohttp.ClientSession) -> None:
+    async with run_router(FakeEngine("d1", decode=respond_with_status(400))) as world:
+        health = world.router.fleet["d1"].health
+        health.record_error()
+        async with client.post(world.url("/v1/embeddings"), json={"input": "x"}) as response:
+            assert response.status == 400
+        assert (health.rejections, health.error_share > 0) == (1, True)
+
+
 async def test_retries_are_charged_to_the_budget_of_all_requests(client: aiohttp.ClientSession) -> None:
     async with run_router(*respond(respond_with_status(503), "d1", "d2")) as world:
         budget = world.router.journeys.retry_budget

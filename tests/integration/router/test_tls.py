@@ -20,7 +20,7 @@ from fulcrum_core.errors import InvalidInput
 from fulcrum_router.background import background_task
 from fulcrum_router.data_path import tls
 from fulcrum_router.data_path.tls import TlsFiles, make_tls_context, reload_certificate
-from fulcrum_router.data_path.tls_handshakes import TlsAcceptor
+from fulcrum_router.data_path.tls_handshakes import ABORTED, Source, TlsAcceptor, choose_aborted, find_source
 from tests.integration.router.fake_engines import DEADLINE_S, FakeEngine, build_post, run_router
 from tests.waiting import wait_until
 
@@ -169,6 +169,52 @@ async def leave_handshakes_unfinished(folder: Path) -> tuple[int, int, int]:
 
 async def test_handshakes_that_are_not_finished_are_limited_and_leave_room_for_others(tmp_path: Path) -> None:
     assert await leave_handshakes_unfinished(tmp_path) == (13, 7, 13)
+
+
+async def test_one_address_does_not_end_the_handshakes_of_others(tmp_path: Path) -> None:
+    """A slow client begins first; then another address begins more handshakes than there may be."""
+    files, failures = write_certificate(tmp_path, serial=1), dict[str, int]()
+    acceptor = TlsAcceptor(
+        make_tls_context(files), EchoProtocol, max_handshakes=8, timeout_s=DEADLINE_S, failures=failures
+    )
+    async with accept_connections(acceptor) as port, asyncio.timeout(DEADLINE_S):
+        _, slow = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+        await wait_until(lambda: acceptor.handshakes == 1, "the slow client is accepted")
+        flood = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        await wait_until(lambda: failures.get(ABORTED) == 13, "the flood pushes out its own")
+        await slow.start_tls(trust(files), server_hostname="localhost")
+        assert slow.get_extra_info("ssl_object").version()
+        for _, writer in (*flood, (None, slow)):
+            writer.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "source"),
+    [
+        ("10.0.0.1", ("10.0.0.1", "10.0.0.1")),
+        ("::ffff:10.0.0.1", ("10.0.0.1", "10.0.0.1")),
+        ("2001:db8::1", ("20010db80000", "20010db800000000")),
+        ("2001:db8::ffff:2", ("20010db80000", "20010db800000000")),
+        ("2001:db8:0:1::2", ("20010db80000", "20010db800000001")),
+        ("fe80::1%eth0", ("fe8000000000", "fe80000000000000")),
+    ],
+)
+def test_addresses_of_one_network_are_one_source(address: str, source: Source) -> None:
+    assert find_source(address) == source
+
+
+@pytest.mark.parametrize(
+    ("flood", "aborted"),
+    [
+        pytest.param([f"2001:db8:0:{n:x}::1" for n in range(460)], 52, id="a site with many networks"),
+        pytest.param([f"2001:db8:{n:x}::1" for n in range(2, 462)], 0, id="many sites"),
+        pytest.param([f"2001:db8:0:{n % 9:x}::1" for n in range(460)], 52, id="a site with few networks"),
+    ],
+)
+def test_the_flood_gives_way_and_not_one_address_with_some_handshakes(flood: list[str], aborted: int) -> None:
+    good = ["192.0.2.1"] * 52 if aborted else [flood.pop(), *["192.0.2.1"] * 32]
+    sources = dict(enumerate(map(find_source, good + flood)))
+    assert choose_aborted(sources, fair=512 / 16) == aborted
 
 
 async def test_a_handshake_that_takes_too_long_is_aborted(tmp_path: Path) -> None:

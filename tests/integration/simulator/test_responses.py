@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fulcrum_simulator.text import output_text, prompt_digest, render_chat
+from fulcrum_simulator.text import output_text, output_token, prompt_digest, render_chat
 from tests.integration.simulator.servers import (
     BLOCK_TOKENS,
     BLOCKS,
@@ -55,17 +55,39 @@ class TestResponses:
         body = {"messages": messages, "max_tokens": 2}
         headers = {"X-Request-Id": "trace-1"}
         *events, done = await client.stream(pair[0], "/v1/chat/completions", body, headers=headers)
-        texts = output_text(prompt_digest(render_chat(messages)), 2).split(" ")
+        texts = [output_token(prompt_digest(render_chat(messages)), index) for index in range(2)]
         chunks = [json.loads(event) for event in events]
         assert {(chunk["id"], chunk["object"]) for chunk in chunks} == {
             ("chatcmpl-trace-1", "chat.completion.chunk")
         }
         assert [chunk["choices"] for chunk in chunks] == [
             [{"index": 0, "delta": {"role": "assistant", "content": ""}} | _UNFINISHED_CHOICE],
-            [{"index": 0, "delta": {"content": texts[0] + " "}} | _UNFINISHED_CHOICE],
-            [{"index": 0, "delta": {"content": texts[1] + " "}} | _LAST_CHOICE],
+            [{"index": 0, "delta": {"content": texts[0]}} | _UNFINISHED_CHOICE],
+            [{"index": 0, "delta": {"content": texts[1]}} | _LAST_CHOICE],
         ]
         assert done == "[DONE]"
+
+    @pytest.mark.parametrize("prompt", ["hello", "Tell the cat", "x"])
+    async def test_a_prompt_that_ends_with_output_gets_the_rest_of_it(
+        self, client: Client, pair: tuple[Server, Server], prompt: str
+    ) -> None:
+        whole = expected_text(prompt, 6)
+        body = {"prompt": prompt + expected_text(prompt, 2), "max_tokens": 4}
+        _, response = await client.post(pair[0], "/v1/completions", body)
+        assert expected_text(prompt, 2) + response["choices"][0]["text"] == whole
+
+    async def test_the_final_message_of_a_chat_can_be_continued(
+        self, client: Client, pair: tuple[Server, Server]
+    ) -> None:
+        messages = [{"role": "user", "content": "hello"}]
+        digest = prompt_digest(render_chat(messages))
+        final = {"role": "assistant", "content": output_text(digest, 3)}
+        body = {"messages": [*messages, final], "max_tokens": 2, "continue_final_message": True}
+        refused, _ = await client.post(pair[0], "/v1/chat/completions", body)
+        body["add_generation_prompt"] = False
+        status, response = await client.post(pair[0], "/v1/chat/completions", body)
+        texts = (output_text(digest, 3), response["choices"][0]["message"]["content"])
+        assert (refused, status, "".join(texts)) == (400, 200, output_text(digest, 5))
 
     async def test_a_chat_response_and_the_parameters_of_its_prefill_leg_have_the_id_of_the_client(
         self, client: Client, pair: tuple[Server, Server]

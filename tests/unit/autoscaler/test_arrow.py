@@ -160,7 +160,8 @@ def test_a_decision_reports_loads_reason_and_rejected_instances() -> None:
         "at_s": NOW_S,
         "action": "flip",
         "trigger": "tick",
-        "reason": "decode load 1.20 is at least 1.00, for 1 tick; p-1 costs least: 0.80 s of prefill queued",
+        "reason": "decode load 1.20 has reached 1.00, for 1 tick; "
+        "cheapest to flip: p-1 (0.80 s of prefill queued)",
         "instance": "p-1",
         "further_instances": (),
         "to": "Decode",
@@ -324,7 +325,7 @@ def test_advise_decides_the_same_flip_without_making_it() -> None:
         pytest.param(
             (decode("d-0", 0.01), decode("d-1", None)),
             DecisionAction.REFUSE,
-            "decode load 0.05 to 0.55 (1 of 2 instances unknown) is not below",
+            "decode load 0.05 to 0.55 (1 of 2 instances without a figure) is not below",
             id="half unknown is not low",
         ),
         pytest.param(
@@ -357,7 +358,7 @@ def test_a_flip_request_for_prefill_is_granted_only_while_decode_load_is_low(
 
 
 def test_the_reason_of_a_granted_flip_request_names_each_fact_once() -> None:
-    why = "2 prefill instances, best TTFT 1.400 s; decode load 0.10 is below 0.5"
+    why = "the best of 2 prefill instances predicts a TTFT of 1.40 s; decode load 0.10 is below 0.5"
     pair = decode("d-0", 0.01, 700), decode("d-1", 0.01)
     decision = decide_on_flip_request(
         make_flip_request(Role.PREFILL, why),
@@ -365,10 +366,8 @@ def test_the_reason_of_a_granted_flip_request_names_each_fact_once() -> None:
         make_rules(),
         now_s=NOW_S,
     )
-    assert (
-        decision.reason
-        == f"the router requests an instance for Prefill: {why}; d-0 costs least: 700 tokens resident"
-    )
+    cause = f"the router requests an instance for Prefill: {why}"
+    assert decision.reason == f"{cause}; cheapest to flip: d-0 (700 tokens in its KV cache)"
 
 
 @pytest.mark.parametrize(

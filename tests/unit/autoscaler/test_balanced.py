@@ -17,7 +17,7 @@ from fulcrum_autoscaler.policy import (
     propose_assignment,
 )
 from fulcrum_autoscaler.policy.forecast import DemandSample, Rates, add_sample, compute_rates
-from fulcrum_autoscaler.policy.split_score import Need, find_sequences_max, score_split
+from fulcrum_autoscaler.policy.split_score import Need, score_split
 from fulcrum_core.api.pdassignment import Floors
 from fulcrum_core.assignment import AssignmentRules
 from fulcrum_core.router_state import DemandState, InstanceState
@@ -145,26 +145,6 @@ def test_requests_in_flight_count_until_they_have_ended() -> None:
     )
     now, later = (score_split(2, 2, need, Slo(1.0, 0.1), horizon_s=horizon_s) for horizon_s in (0.0, 100.0))
     assert (now.cause, round(now.worst, 2), round(later.worst, 2)) == ("TPOT", 1.0, 0.05)
-
-
-@pytest.mark.parametrize(
-    ("instance", "expected"),
-    [
-        pytest.param(decode("d", decode_legs=70, engine_waiting=6), 64.0, id="64 run while 6 wait"),
-        pytest.param(decode("d", decode_legs=70, engine_waiting=0), 50.0, id="none waits"),
-        pytest.param(
-            decode("d", decode_legs=70, engine_waiting=6, prefill_tokens=9), 50.0, id="they wait for a prompt"
-        ),
-        pytest.param(
-            decode("d", decode_legs=70, engine_waiting=6, kv_usage=0.95), 50.0, id="they wait for KV blocks"
-        ),
-        pytest.param(decode("d", decode_legs=40, engine_waiting=6), 50.0, id="more have run before"),
-    ],
-)
-def test_an_engine_runs_as_many_requests_as_while_others_waited(
-    instance: InstanceState, expected: float
-) -> None:
-    assert find_sequences_max((instance,), 50.0) == expected
 
 
 def test_a_split_that_is_far_off_is_left_at_once_with_several_flips_in_one_write() -> None:

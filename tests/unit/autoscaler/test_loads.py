@@ -44,6 +44,16 @@ def load(low: float, high: float | None = None, *, instances: int, unknown: int 
             (decode("d-0", None),), Loads(prefill=None, decode=None), id="no load of the role is known"
         ),
         pytest.param(
+            (decode("d-0", 0.05, kv_capacity_tokens=1_000, decode_tokens=600),),
+            Loads(prefill=None, decode=load(0.75, instances=1)),
+            id="a KV cache that fills is a load",
+        ),
+        pytest.param(
+            (decode("d-0", 0.05, decode_is_full=True),),
+            Loads(prefill=None, decode=load(1.0, instances=1)),
+            id="requests that wait for decode are a load of at least 1",
+        ),
+        pytest.param(
             (decode("d-0", 0.5), decode("d-1", 5.0, serving=False)),
             Loads(prefill=None, decode=load(1.0, instances=1)),
             id="only serving instances count",
@@ -58,4 +68,4 @@ def test_load_is_the_mean_over_the_serving_instances(
 
 def test_the_description_has_both_values_if_a_load_is_unknown() -> None:
     loads = Loads(prefill=load(0.5, instances=2), decode=load(0.5, 1.0, instances=2, unknown=1))
-    assert str(loads) == "prefill load 0.50, decode load 0.50 to 1.00 (1 of 2 instances unknown)"
+    assert str(loads) == "prefill load 0.50, decode load 0.50 to 1.00 (1 of 2 instances without a figure)"

@@ -25,6 +25,7 @@ def test_in_a_cluster_only_store_and_token_file_are_required(token: str) -> None
         token_file=Path(token),
         host="127.0.0.1",
         port=0,
+        log_level="info",
     )
     assert options.router_url("prod", "chat") == "http://chat.prod.svc:9091"
 

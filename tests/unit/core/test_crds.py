@@ -203,7 +203,13 @@ def test_rules_between_fields_are_in_the_schema() -> None:
             ]
             for start in starts
         },
-        **{f"{start}.modelSource": ["has both pvc and hostPath: write one of them"] for start in starts},
+        **{
+            f"{start}.modelSource": [
+                "has more than one of pvc, hostPath, image and downloads: write one of them"
+            ]
+            for start in starts
+        },
+        **{f"{start}.modelSource.downloads": ["needs either pvc or hostPath"] for start in starts},
         **{f"{start}.kvTransfer": [buffer] for start in starts},
         "PDService.spec.pools[*].instances": ["min is greater than max"],
         "PDService.spec.autoscaling.arrow": ["shrink is greater than expand"],
@@ -211,6 +217,12 @@ def test_rules_between_fields_are_in_the_schema() -> None:
         "PDService.spec.rollout": ["has maxSurge and maxUnavailable 0: nothing could be replaced"],
         "PDPool.spec.instances": ["min is greater than max"],
     }
+
+
+def test_metadata_has_no_description_which_api_servers_refuse() -> None:
+    properties = schema(PDService)["properties"]
+    assert properties["metadata"] == {"type": "object"}
+    assert all(properties[name]["description"] for name in ("apiVersion", "kind"))
 
 
 def test_duration_bounds_become_cel_rules_with_messages() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.values import KV_LEASE_S, EngineIdentity, Role, Slo
+from fulcrum_router.data_path.continuation import Continuation
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.policy import Candidates, Ledger, Work
 
@@ -31,6 +32,7 @@ class FakeInstance:
     decode_model: DecodeModel = DECODE
     error_share: float = 0.0
     itl_s: float | None = None
+    kv_capacity_tokens: int | None = None
     kv_lease_s: float = KV_LEASE_S
 
 
@@ -86,6 +88,8 @@ class FakeLeg:
 
     def __init__(self) -> None:
         self.first_bytes = self.lease_checks = 0
+        self.continuation: Continuation | None = None
+        self.max_response_s = 3_600.0
 
     def record_first_byte(self, now_s: float) -> None:
         assert now_s

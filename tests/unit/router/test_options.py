@@ -25,6 +25,7 @@ def test_a_local_router_takes_a_store_and_a_token_file(token: Path) -> None:
         port=8000,
         state_port=0,
         metrics_port=0,
+        log_level="info",
         token="secret",
         state_callers=(),
         store="unix:/s",
@@ -50,6 +51,7 @@ def test_a_router_in_a_pod_takes_a_lease_and_state_callers() -> None:
         port=8000,
         state_port=9091,
         metrics_port=9094,
+        log_level="info",
         token=None,
         state_callers=(
             "system:serviceaccount:fulcrum:operator",

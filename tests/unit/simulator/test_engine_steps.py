@@ -211,9 +211,9 @@ def test_a_prompt_in_a_mixed_step_is_slowed_by_the_factor() -> None:
     )
 
 
-def test_jitter_multiplies_the_duration_of_each_step() -> None:
+def test_a_drawn_factor_multiplies_the_duration_of_each_step() -> None:
     factors = iter([1.5, 0.5])
-    it = Engine(profile(), engine_id="engine-1", step_jitter=lambda: next(factors))
+    it = Engine(profile(), engine_id="engine-1", draw_step_factor=lambda: next(factors))
     it.submit(request("a", 4, 2))
     first = it.start_step(0.0)
     it.finish_step(1.0)

@@ -4,7 +4,7 @@ import random
 
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.profiles import load_profile
-from fulcrum_core.values import KV_LEASE_S, Role, Slo
+from fulcrum_core.values import Role, Slo
 from fulcrum_simulator.fleet.event_queue import EventQueue
 from fulcrum_simulator.fleet.instance import InstanceOptions, SimulatedInstance
 from fulcrum_simulator.fleet.records import RequestResult
@@ -19,7 +19,7 @@ WRONG = PrefillModel(c0=0.0, c1=1e-5, c2=0.0)
 def build_router(events: EventQueue) -> SimulatedRouter:
     """Return a router with one instance of each role, whose prompts it expects to take no time."""
     profile = load_profile("laptop")
-    engines = InstanceOptions(profile=profile, step_noise=0.0, lease_s=KV_LEASE_S, lookahead_steps=1)
+    engines = InstanceOptions(profile=profile, step_noise=0.0, lookahead_steps=1)
     peers: dict[str, SimulatedInstance] = {}
     decode_model: DecodeModel = profile.step_model.decode_model(1_000)
     views = [

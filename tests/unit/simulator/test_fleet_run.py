@@ -52,7 +52,7 @@ def count_outcomes(result: RunResult) -> dict[str, int]:
 
 
 def test_a_run_ends_when_the_attainment_cannot_be_reached_any_more() -> None:
-    load = moving_load(20.0, factor=4.0)
+    load = moving_load(10.0, factor=4.0)
     whole, lost = simulate(load, options()), simulate(load, options(), attainment_min=0.9)
     ended = [(whole.records[n], r) for n, r in enumerate(lost.records) if r.last_token_s is not None]
     assert all(w.last_token_s == r.last_token_s for w, r in ended)
@@ -99,7 +99,7 @@ def test_a_lone_request_takes_the_time_of_its_stages() -> None:
     ],
 )
 def test_executing_each_step_gives_the_same_run(policy: str, changes: dict[str, Any]) -> None:
-    load = moving_load(20)
+    load = moving_load(12, period_s=6.0)
     skipping = build_report(simulate(load, options(policy, **changes)))
     each = build_report(simulate(load, options(policy, lookahead_steps=1, **changes)))
     for report in (skipping, each):
@@ -115,7 +115,7 @@ def test_the_same_seed_gives_the_same_report_and_another_one_does_not() -> None:
 
 
 def test_arrow_flips_both_ways_on_a_moving_load_and_beats_the_even_split() -> None:
-    load = moving_load(100, factor=0.9, period_s=50.0)
+    load = moving_load(50, factor=0.9, period_s=25.0)
     arrow, static = (build_report(simulate(load, options(policy))) for policy in ("arrow", "static:4P4D"))
     assert arrow["flips"]["to_prefill"] > 0
     assert arrow["flips"]["to_decode"] > 0

@@ -196,7 +196,8 @@ def test_the_parameters_of_a_prefill_leg_parse_as_an_import() -> None:
 
 @pytest.mark.parametrize("kind", list(FaultKind))
 def test_every_fault_has_a_body_that_switches_it_on(kind: FaultKind) -> None:
-    fields = {FaultKind.SLOW: {"factor": 2}}.get(kind, {})
+    with_factor = (FaultKind.SLOW, FaultKind.SLOW_TRANSFERS)
+    fields = {"factor": 2} if kind in with_factor else {}
     count = 1 if kind is FaultKind.FAIL_TRANSFERS else 0
     expected = Fault(kind, factor=fields.get("factor", 1.0), count=count)
     assert parse_fault({"kind": kind.value, **fields}) == expected

@@ -29,7 +29,8 @@ MAX_ATTEMPTS = 3
 """Instances tried for one phase of a request."""
 
 # An attribute of an enum is slow to read.
-_WAITING, _FLIP_REQUESTED, _PREFILL, _DECODE_SENT, _ABORTING, _DONE = (
+_ARRIVED, _WAITING, _FLIP_REQUESTED, _PREFILL, _DECODE_SENT, _ABORTING, _DONE = (
+    State.ARRIVED,
     State.WAITING,
     State.FLIP_REQUESTED,
     State.PREFILL,
@@ -38,6 +39,7 @@ _WAITING, _FLIP_REQUESTED, _PREFILL, _DECODE_SENT, _ABORTING, _DONE = (
     State.DONE,
 )
 _SEND_PREFILL, _SEND_DECODE, _WAIT, _END = Action.SEND_PREFILL, Action.SEND_DECODE, Action.WAIT, Action.END
+_BEFORE_THE_ROOM = (_ARRIVED, _FLIP_REQUESTED)
 _ROLE_BOTH = Role.BOTH
 _PREFILLED_HERE, _WITHIN_SLO, _OTHER_ROLE = (
     DispatchReason.PREFILLED_HERE,
@@ -65,15 +67,10 @@ class JourneyChoices(RequestRecord[V]):
                 able, full = self._list_able(now_s, exclude)
                 if full and len(full) == len(able):
                     return self._wait_for_prefill(now_s, rules, exclude, able)
+                if able and self._must_join_the_held():
+                    return self._join_room(now_s, able[0].prefill_model.ttft_s(self.work.prompt_tokens))
                 exclude += full
-            decision = choose_prefill(
-                context.fleet.candidates,
-                self.work,
-                now_s=now_s,
-                rules=rules,
-                exclude=exclude,
-                delays=context.pairs.prefill_delays,
-            )
+            decision = self._choose_prefill(now_s, rules, exclude)
             if type(decision) is Dispatch:
                 return self._take_prefill(now_s, decision)
             if type(decision) is FlipProposal:
@@ -83,6 +80,22 @@ class JourneyChoices(RequestRecord[V]):
             return self._join_room(now_s, 0.0)
         self.local_prefill_reason = reason
         return self._seek_decode(now_s, context.flip_rules)
+
+    def _choose_prefill(
+        self, now_s: float, rules: FlipProposalRules, exclude: tuple[str, ...]
+    ) -> DispatchDecision:
+        """Choose among the instances that have not just shed a request, if there is one."""
+        context, shedding = self._context, self._context.list_shedding(now_s)
+        if shedding and any(i.name not in exclude + shedding for i in context.fleet.candidates.prefill):
+            exclude += shedding
+        return choose_prefill(
+            context.fleet.candidates,
+            self.work,
+            now_s=now_s,
+            rules=rules,
+            exclude=exclude,
+            delays=context.pairs.prefill_delays,
+        )
 
     def _explain_no_prefill(self, broken: tuple[str, ...]) -> LocalPrefillReason:
         if broken:
@@ -233,9 +246,16 @@ class JourneyChoices(RequestRecord[V]):
     def _wait_for_prefill(
         self, now_s: float, rules: FlipProposalRules, exclude: tuple[str, ...], able: list[V]
     ) -> Action:
-        """Join the waiting room; first ask for a flip if the objective is missed behind those who wait."""
+        """Join the waiting room; first ask for a flip if the objective is missed behind those who wait.
+
+        Unless a flip would be of no use: the request waits for decode, or is hopeless.
+        """
         context, room, work = self._context, self._context.waiting_room, self.work
-        if rules.enabled:
+        own_s = able[0].prefill_model.ttft_s(work.prompt_tokens)
+        is_useful = not room.is_held(work.priority) and not context.is_hopeless(
+            work, own_s=own_s, able=len(able)
+        )
+        if rules.enabled and is_useful:
             backlog_s = room.find_backlog_s(work.priority) / len(able)
             decision = choose_prefill(
                 context.fleet.candidates,
@@ -247,7 +267,22 @@ class JourneyChoices(RequestRecord[V]):
             )
             if type(decision) is FlipProposal:
                 return self._ask_for_flip(now_s, decision)
-        return self._join_room(now_s, able[0].prefill_model.ttft_s(work.prompt_tokens))
+        return self._join_room(now_s, own_s)
+
+    def _is_held(self) -> bool:
+        """Whether decode has no room for a request of this tier."""
+        context, work = self._context, self.work
+        share = context.decode_share
+        if share.highest is None:
+            return False
+        tokens = work.prompt_tokens + context.demand.lengths.predict(work.tenant, work.prompt_tokens)
+        tokens *= work.choices  # each of them is decoded; several prompts count more than once
+        return share.must_wait(context.fleet.candidates.decode, priority=work.priority, tokens=tokens)
+
+    def _must_join_the_held(self) -> bool:
+        """Whether decode has no room for a request that has not waited yet, or for one that came before."""
+        is_new = self.state in _BEFORE_THE_ROOM and not self.continues
+        return is_new and (self._context.waiting_room.is_held(self.work.priority) or self._is_held())
 
     def _must_wait_for_decode(self, now_s: float) -> bool:
         """Whether a request without a prefill leg waits: it passes nobody who came before."""
@@ -256,7 +291,7 @@ class JourneyChoices(RequestRecord[V]):
             return False
         able, full = self._list_able(now_s, ())
         is_behind = self.state is State.ARRIVED and bool(room.members)
-        return bool(able) and (is_behind or len(full) == len(able))
+        return bool(able) and (is_behind or len(full) == len(able) or self._must_join_the_held())
 
     def _join_room(self, now_s: float, prefill_s: float) -> Action:
         """Wait; `prefill_s` is the work of prefill instances that the request brings."""
@@ -312,7 +347,7 @@ class JourneyChoices(RequestRecord[V]):
         """See `waiting_room.Waiter`."""
         return bool(self._failed_prefill or self._failed_decode) or self._no_prefill_leg is not None
 
-    def try_to_leave(self, now_s: float, *, late: bool) -> LeaveResult:
+    def try_to_leave(self, now_s: float, *, late: bool, held_for_long: bool) -> LeaveResult:
         """See `waiting_room.Waiter`."""
         context = self._context
         exclude = self._failed_prefill + context.pairs.broken_prefill_instances
@@ -321,6 +356,8 @@ class JourneyChoices(RequestRecord[V]):
             return LeaveResult.BLOCKED
         if not late and not self._can_be_in_time(now_s, exclude + full, able):
             return LeaveResult.LATE
+        if not held_for_long and self._is_held():
+            return LeaveResult.HELD
         context.waiting_room.leave(self)
         action = self._seek_prefill(now_s, NO_FLIP_PROPOSALS)
         if self.on_moved is not None:

@@ -10,6 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 from fulcrum_core.values import Role
 from fulcrum_router.policy.candidates import Candidates, InstanceView
+from fulcrum_router.policy.decode_share import DecodeShare
 from fulcrum_router.policy.demand import Demand
 from fulcrum_router.policy.dispatch import NO_FLIP_PROPOSALS
 from fulcrum_router.policy.engine_deaths import EngineDeaths
@@ -79,6 +80,7 @@ class JourneyContext(Generic[V]):
     """Shared state of the journeys of one router."""
 
     __slots__ = (
+        "decode_share",
         "demand",
         "engine_deaths",
         "fleet",
@@ -105,6 +107,7 @@ class JourneyContext(Generic[V]):
         self.retry_budget = RetryBudget()
         self.waiting_room = WaitingRoom()
         self.engine_deaths = EngineDeaths()
+        self.decode_share = DecodeShare()
         self.shed_until_s: dict[str, float] = {}
         """By instance that has shed a request: until when it gets none of those that wait. An engine that
         sheds has no work, so that it would be the least loaded one.
@@ -114,7 +117,9 @@ class JourneyContext(Generic[V]):
         """Count a request that arrives in the demand.
 
         A prompt that takes longer than S_T counts as the part of it that takes S_T: it would miss the
-        objective with any split, and a single body of 8 MB would bend the forecast for all others.
+        objective with any split, and a single body of 8 MB would bend the forecast for all others. A request
+        that is hopeless does not count: a flood that cannot be served must not move the instances that the
+        others need.
         """
         candidates = self.fleet.candidates
         able = candidates.prefill or candidates.decode
@@ -122,7 +127,22 @@ class JourneyContext(Generic[V]):
         prefill_s = sum(i.prefill_model.ttft_s(tokens) for i in able) / len(able) if able else 0.0
         if prefill_s > work.slo.ttft_s:
             tokens, prefill_s = int(tokens * work.slo.ttft_s / prefill_s), work.slo.ttft_s
+        if self.is_hopeless(work, own_s=prefill_s, able=len(able)):
+            return
         self.demand.record(tenant=work.tenant, prompt_tokens=tokens, prefill_s=prefill_s)
+
+    def is_hopeless(self, work: Work, *, own_s: float, able: int) -> bool:
+        """Whether a request that joins those who wait would be late even with one prefill instance more.
+
+        Args:
+            work: The request.
+            own_s: Time to compute its prompt, in seconds.
+            able: Instances that may compute it.
+        """
+        room = self.waiting_room
+        return bool(room.members) and (
+            room.find_backlog_s(work.priority) / (able + 1) + own_s > work.slo.ttft_s
+        )
 
     def list_shedding(self, now_s: float) -> tuple[str, ...]:
         """Return the names of the instances that have just shed a request, and forget earlier ones."""
@@ -135,7 +155,10 @@ class JourneyContext(Generic[V]):
         """This instance's equal share of the prefill work in the waiting room, in seconds.
 
         The load of an instance, as the autoscaler reads it, includes it: else a service in which many
-        requests wait would look as if it had little to do.
+        requests wait would look as if it had little to do. Work that cannot be done in time does not count:
+        more instances would be of no use to it, and those of other phases are needed by what is served.
         """
         room, able = self.waiting_room, self.fleet.candidates.prefill
-        return room.prefill_s / len(able) if room and instance in able else 0.0
+        if not room.members or instance not in able:
+            return 0.0
+        return room.find_useful_prefill_s(len(able)) / len(able)

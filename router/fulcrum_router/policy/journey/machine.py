@@ -157,12 +157,13 @@ class Journey(JourneyChoices[V]):
     def decode_ended(self, now_s: float, *, output_tokens: int | None = None) -> Action:
         """The response of the decode leg is complete.
 
-        `output_tokens` of one choice, by the engine's count; None: by the ledger's; 0: unknown.
+        `output_tokens` of one choice, by the engine's count; None: by the ledger's; 0: unknown. Nothing is
+        learned from the last part of a response.
         """
         self.decode_open = False
         if output_tokens is None and self.decode_entry is not None:
             output_tokens = self.decode_entry.output_tokens
-        if output_tokens:
+        if output_tokens and not self.continues:
             work = self.work
             self._context.demand.lengths.learn(work.tenant, work.prompt_tokens, output_tokens)
         return self._end(now_s, _END)

@@ -1,6 +1,8 @@
 """Tenant and tier of a request: by key, by trusted headers, or neither."""
 
 import hashlib
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +127,42 @@ def test_dropped_headers_are_counted_by_name(secret: Path) -> None:
     for headers in ({TIER: b"free"}, {TIER: b"x", TENANT: b"y"}):
         callers.identify(settings(PROXIES), headers, STRANGER)
     assert counters.dropped_headers == {"x-customer-tier": 2, "x-tenant-id": 1}
+
+
+FORGERIES = 10_000
+
+
+def forge(rng: random.Random) -> Iterator[tuple[dict[bytes, bytes], str]]:
+    """Headers and addresses that look like those of a caller with rights, and are not."""
+    for _ in range(FORGERIES):
+        key = bytearray(rng.choice((PREMIUM_KEY, BATCH_KEY)))
+        place = rng.randrange(len(key))
+        key[place] = (key[place] + rng.randrange(1, 256)) % 256
+        real = rng.choice((PREMIUM_KEY, BATCH_KEY))
+        presented = rng.choice(
+            (bytes(key), real[:-1], real + b"0", real.upper(), hashlib.sha256(real).hexdigest().encode(), b"")
+        )
+        scheme = rng.choice((b"Bearer ", b"bearer ", b"Bearer  "))
+        sent = rng.choice((scheme + presented, b"Basic " + real, b"Bearer" + real, real))
+        headers = {
+            b"authorization": sent,
+            TIER: rng.choice((b"premium", b"free", b" premium", b"premium,free", b"\xff")),
+            TENANT: rng.choice((b"acme", b"globex", b"acme ", b"ACME", b"a" * 300)),
+            b"x-forwarded-for": b"10.1.2.3",
+        }
+        peer = rng.choice(
+            ("11.0.0.1", "9.255.255.255", "::ffff:11.0.0.1", "fe80::1", "::1", "", "10.0.0.1.x")
+        )
+        yield headers, peer
+
+
+def test_no_forged_header_or_key_is_accepted(secret: Path) -> None:
+    callers, _ = rules(secret)
+    keys, proxies = settings(KEYS | PROXIES), settings(PROXIES)
+    accepted = 0
+    for headers, peer in forge(random.Random(1)):
+        with pytest.raises(CallerRefused):
+            callers.identify(keys, headers, peer)
+        caller = callers.identify(proxies, headers, peer)
+        accepted += (caller.tier.name, caller.tenant) != ("default", "")
+    assert accepted == 0

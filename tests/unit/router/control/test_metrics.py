@@ -153,7 +153,7 @@ def test_the_documentation_names_existing_families() -> None:
 
 def test_the_time_of_a_request_and_its_miss_are_shown_by_part() -> None:
     router = Router()
-    parts = (2.0, 0.0, 0.25, 0.5, 0.0, 0.125, 1.0, 0.0)
+    parts = (0.0, 2.0, 0.0, 0.25, 0.5, 0.0, 0.125, 1.0, 0.0)
     router.counters.record_parts(TIER, RequestOutcome.OK, parts, met=False, tokens=101)
     router.counters.record_parts(TIER, RequestOutcome.OK, parts, met=True, tokens=101)
     router.counters.record_parts(TIER, RequestOutcome.CANCELLED, parts, met=False, tokens=None)

@@ -1,9 +1,12 @@
 """The page of the metrics port: rendered rarely, in slices, and once for all who ask."""
 
 import asyncio
+import copy
+import math
 from collections.abc import Iterable
 
-from prometheus_client import generate_latest
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -59,3 +62,20 @@ async def test_a_reader_that_disconnects_does_not_end_the_page_of_the_others() -
     await yield_control(1)
     leaving.cancel()
     assert (await connected).startswith(b"# HELP requests_total")
+
+
+@pytest.mark.parametrize("value", ["plain", "", 'a "quoted" one', "back\\slash", "two\nlines", "ümlaut, {}"])
+async def test_the_page_is_the_one_that_the_library_renders(value: str) -> None:
+    registry = CollectorRegistry()
+    Gauge("fulcrum_a", "Help\nof \\ it.", ["one", "two"], registry=registry).labels(value, "x").set(1e-9)
+    Counter("fulcrum_b", "Help.", registry=registry, labelnames=["z", "a"]).labels("1", value).inc(3)
+    Gauge("fulcrum_c", "Help.", registry=registry).set(math.nan)
+    families = list(registry.collect())
+    for family in families:
+        family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+
+    class Families(Collector):
+        def collect(self) -> list[Metric]:
+            return copy.deepcopy(families)
+
+    assert await MetricsPage(Families()).read() == generate_latest(Families())

@@ -2,7 +2,12 @@
 
 import pytest
 
-from fulcrum_router.fleet.engine_metrics import read_block_size, read_request_count, sum_samples
+from fulcrum_router.fleet.engine_metrics import (
+    read_block_size,
+    read_request_count,
+    read_wait_causes,
+    sum_samples,
+)
 
 NAME = b"vllm:x_sum"
 
@@ -73,3 +78,28 @@ def test_running_and_waiting_requests_are_added(text: bytes, count: int | None) 
 )
 def test_the_block_size_is_read_from_cache_config_info(text: bytes, size: int | None) -> None:
     assert read_block_size(text) == size
+
+
+STAGES = b"""\
+vllm:num_requests_kv_fetch_by_stage{engine="0",stage="waiting_to_start"} 1.0
+vllm:num_requests_kv_fetch_by_stage{engine="0",stage="in_progress"} 2.0
+vllm:num_requests_kv_fetch_by_stage{engine="0",stage="completed_waiting"} 4.0
+"""
+REASONS = b"""\
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 8.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="deferred"} 16.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "causes"),
+    [
+        pytest.param(
+            STAGES + REASONS, (2.0, 12.0), id="fetching, and waiting for a place with KV or without"
+        ),
+        pytest.param(REASONS, None, id="an engine that fetches no KV"),
+        pytest.param(b"", None, id="an older engine"),
+    ],
+)
+def test_what_requests_wait_for_in_an_engine(text: bytes, causes: tuple[float, float] | None) -> None:
+    assert read_wait_causes(text) == causes

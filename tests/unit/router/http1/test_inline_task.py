@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from fulcrum_router.http1.inline_task import Completion, InlineTask, run_in_asyncio_task, run_inline
-from tests.waiting import run_pending_tasks
+from fulcrum_router.http1.inline_task import Completion, InlineTask, Turns, run_in_asyncio_task, run_inline
+from tests.waiting import run_pending_tasks, yield_control
 
 
 def test_an_inline_task_resumes_before_set_result_returns() -> None:
@@ -34,6 +34,23 @@ def test_a_done_completion_does_not_suspend_and_keeps_its_first_result() -> None
 
     InlineTask(run()).resume()
     assert got == [5]
+
+
+async def test_tasks_take_turns_of_the_event_loop_in_their_order() -> None:
+    turns, taken, turn = Turns(), list[tuple[str, int]](), 0
+
+    async def run(name: str) -> None:
+        await turns.take()
+        taken.append((name, turn))
+
+    tasks = {name: InlineTask(run(name)) for name in "abcd"}
+    for task in tasks.values():
+        task.resume()
+    tasks["b"].cancel()
+    for turn in range(1, 6):  # noqa: B007  # read by `run`
+        await yield_control(1)
+    assert [name for name, _ in taken] == ["a", "c", "d"]
+    assert len({turn for _, turn in taken}) == 3
 
 
 def test_cancel_raises_at_the_await_at_once() -> None:

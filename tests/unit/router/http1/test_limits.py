@@ -12,7 +12,9 @@ from fulcrum_router.http1.limits import (
     MAX_HELD_BYTES,
     MIN_HELD_BYTES,
     SHORT_HELD_SHARE,
+    TENANT_KEPT_SHARE,
     UNFINISHED_SHARE,
+    KeptBytes,
     RequestMemory,
     compute_max_held_bytes,
     estimate_parsed_bytes,
@@ -91,6 +93,19 @@ def test_large_and_unfinished_bodies_leave_room_for_others() -> None:
     assert not memory.hold_unfinished(1)
     assert memory.hold(1_000 - large, body_bytes=10)
     assert (memory.held_bytes, memory.unfinished_bytes, memory.refusals) == (1_000, unfinished, 2)
+
+
+def test_a_tenant_keeps_a_share_of_the_bytes_and_requests_without_one_keep_all() -> None:
+    kept = KeptBytes(1_000)
+    share = int(TENANT_KEPT_SHARE * 1_000)
+    assert kept.keep(share, tenant="a")
+    assert not kept.keep(1, tenant="a")
+    assert kept.keep(1, tenant="b")
+    assert kept.keep(1_000 - share - 1, tenant="")
+    assert not kept.keep(1, tenant="c")
+    kept.release(share, tenant="a")
+    assert kept.keep(share, tenant="a")
+    assert kept.kept_bytes == 1_000
 
 
 def test_little_is_accepted_while_the_process_is_short_of_memory() -> None:

@@ -72,6 +72,9 @@ async def test_an_active_pod_is_active_at_its_own_address_only(pods: WatchedPods
         pytest.param(lambda pods: pods.put("s-0", phase="Failed"), id="has failed or was evicted"),
         pytest.param(lambda pods: pods.objects.remove("Pod", "s-0"), id="was deleted"),
         pytest.param(lambda pods: pods.put("s-0", ip="10.0.0.9"), id="has another address"),
+        pytest.param(
+            lambda pods: pods.put("s-0", phase="Pending", ip=None), id="was created again without an address"
+        ),
     ],
 )
 async def test_a_pod_is_not_active_once_it(pods: WatchedPods, end: Callable[[WatchedPods], None]) -> None:

@@ -102,7 +102,7 @@ PREFILL_CASES = [
         FlipProposal(
             Role.PREFILL,
             least("p1", (0, LATE + 0.1)),
-            "2 prefill instances, best TTFT 3.111 s; decode load 0.00 is below 0.5",
+            "the best of 2 prefill instances predicts a TTFT of 3.11 s; decode load 0.00 is below 0.5",
         ),
         id="a flip is proposed if no instance meets the SLO and decode is idle",
     ),
@@ -213,7 +213,8 @@ DECODE_CASES = [
         FlipProposal(
             Role.DECODE,
             least("d2", (0, 0.041)),
-            "2 decode instances, best ITL 0.0910 s; 2 prefill instances, cooldown has ended",
+            "the best of 2 decode instances predicts an ITL of 91 ms; "
+            "2 prefill instances serve, and the cooldown has ended",
         ),
         id="a flip is proposed if every batch is too large",
     ),
@@ -295,6 +296,20 @@ def test_reserved_tokens_count_like_those_in_the_batch() -> None:
     reserved.ledger.reserve(tokens=300)
     chosen = choose_decode(Candidates([reserved, instance("d2", decoding=200)]), work(100), now_s=0.0)
     assert rounded(chosen) == within("d2", (0, -0.037))
+
+
+def test_an_instance_whose_kv_cache_has_room_comes_first() -> None:
+    full, free = instance("d1", decoding=300, reserved=100), instance("d2", decoding=450)
+    full.kv_capacity_tokens, free.kv_capacity_tokens = 500, 1_000
+    chosen = choose_decode(Candidates([full, free]), work(100), now_s=0.0)
+    assert rounded(chosen) == within("d2", (0, -0.0345))
+
+
+def test_a_request_waits_where_room_becomes_free_first() -> None:
+    fuller, full = instance("d1", decoding=700), instance("d2", decoding=450, queued_s=0.1)
+    fuller.kv_capacity_tokens = full.kv_capacity_tokens = 500
+    chosen = choose_decode(Candidates([fuller, full]), work(100), now_s=0.0)
+    assert rounded(chosen) == least("d2", (1.6, 1.5))
 
 
 def test_reservations_propose_no_flip() -> None:

@@ -256,6 +256,14 @@ def test_an_instance_that_sheds_gets_no_decode_leg_while_another_can_take_it() -
     assert targets(journey)[1] == "d1"
 
 
+def test_an_instance_that_sheds_gets_no_prefill_leg_while_another_can_take_it() -> None:
+    context = make_context()
+    first, _ = begin(context)
+    assert first.prefill_failed(0.1, Failure.STATUS, status=429) is Action.SEND_PREFILL
+    names = {begin(context)[0].prefill_instance.name for _ in range(6)}  # type: ignore[union-attr]
+    assert names == {"p2"}
+
+
 def test_instances_that_have_shed_are_forgotten() -> None:
     context = make_context()
     context.shed_until_s = {"removed": 0.1}

@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fulcrum_core.values import Slo
-from fulcrum_router.policy.latency_parts import PARTS, LatencyPart, RequestTimes, find_cause_of_miss
+from fulcrum_router.policy.latency_parts import (
+    PARTS,
+    LatencyPart,
+    RequestTimes,
+    WaitCauses,
+    find_cause_of_miss,
+)
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.1)
 ARRIVAL_S = 100.0
@@ -36,6 +42,27 @@ def test_a_stream_with_a_kv_transfer_is_divided_over_all_its_parts() -> None:
         "decode": 2.0,
         "slow_client": 1.0,
     }
+
+
+def test_while_decode_fetches_kv_the_rest_of_the_leg_is_transfer() -> None:
+    times = disaggregated()
+    times.fetching_share = 0.75
+    parts = name_parts(times.divide(105.0, first_byte_s=102.0))
+    assert (parts["transfer"], parts["decode_queue"]) == (0.125 + 0.75 * 0.375, 0.25 * 0.375)
+
+
+def test_a_refused_request_spends_its_time_in_admission() -> None:
+    parts = RequestTimes(ARRIVAL_S).divide(101.0, first_byte_s=None, refused=True)
+    assert name_parts(parts) == {"admission": 1.0}
+
+
+def test_the_causes_of_waiting_are_forgotten_within_seconds() -> None:
+    causes, shares = WaitCauses(), list[float]()
+    for fetching, queued in [(0, 0), (3, 1), (0, 0), (0, 3), (0, 0), *[(0, 0)] * 8]:
+        causes.record(fetching=fetching, queued=queued)
+        shares.append(round(causes.fetching_share, 2))
+    assert shares[:5] == [0.0, 0.75, 0.75, 0.19, 0.19]
+    assert shares[-1] == 0.0
 
 
 def test_in_a_whole_response_the_rest_of_the_decode_leg_is_decode() -> None:

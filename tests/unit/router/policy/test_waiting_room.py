@@ -6,7 +6,8 @@ import pytest
 
 from fulcrum_core.values import Role
 from fulcrum_router.policy import TransferPairs
-from fulcrum_router.policy.dispatch import FlipProposalRules
+from fulcrum_router.policy.demand import DEFAULT_OUTPUT_TOKENS
+from fulcrum_router.policy.dispatch import NO_FLIP_PROPOSALS, FlipProposalRules
 from fulcrum_router.policy.failures import Failure
 from fulcrum_router.policy.journey import (
     Action,
@@ -19,8 +20,8 @@ from fulcrum_router.policy.journey import (
 from fulcrum_router.policy.journey.context import SHED_BACKOFF_S
 from fulcrum_router.policy.ledger import Ledger
 from fulcrum_router.policy.token_counters import MAX_IDLE_TENANTS
-from fulcrum_router.policy.waiting_lines import AGEING_FACTOR
-from fulcrum_router.policy.waiting_room import LATE_EVERY, LeaveResult, WaitingRoom
+from fulcrum_router.policy.waiting_lines import AGEING_FACTOR, MAX_HOLD_S
+from fulcrum_router.policy.waiting_room import LATE_EVERY, MAX_HELD_LINES, LeaveResult, WaitingRoom
 from tests.unit.router.builders import SLO, FakeFleet, FakeInstance, instance, work
 
 
@@ -34,6 +35,7 @@ class FakeWaiter:
     left: list[float]
     excludes_instances: bool = False
     fits: bool = True
+    held: bool = False
     deadline_s: float = 0.0
     priority: int = 0
     tenant: str = ""
@@ -42,11 +44,13 @@ class FakeWaiter:
         self.left.append(-self.arrival_s)
         self.room.leave(self)
 
-    def try_to_leave(self, now_s: float, *, late: bool) -> LeaveResult:
+    def try_to_leave(self, now_s: float, *, late: bool, held_for_long: bool) -> LeaveResult:
         if not self.fits or not self.places[0]:
             return LeaveResult.BLOCKED
         if not late and now_s > self.deadline_s:
             return LeaveResult.LATE
+        if self.held and not held_for_long:
+            return LeaveResult.HELD
         self.places[0] -= 1
         self.left.append(self.arrival_s)
         self.room.leave(self)
@@ -92,6 +96,66 @@ class Crowd:
         self.places[0] = places
         self.room.reconsider(now_s)
         return list(self.left)
+
+
+def test_a_level_that_waits_for_decode_lets_higher_ones_pass() -> None:
+    crowd = Crowd()
+    low = crowd.join(1.0)
+    low.held = True
+    crowd.open(1)
+    for arrival_s in (2.0, 3.0):
+        crowd.join(arrival_s, priority=1)
+    assert (crowd.open(3), crowd.room.waits_for_decode, crowd.room.is_held(0)) == ([2.0, 3.0], True, True)
+    low.held = False
+    assert (crowd.open(1), crowd.room.waits_for_decode) == ([1.0], False)
+
+
+@pytest.mark.parametrize("now_s", [0.0, 60.0], ids=["in time", "late"])
+def test_a_held_request_does_not_stop_other_tenants_of_its_level(now_s: float) -> None:
+    crowd = Crowd()
+    crowd.join(1.0, tenant="long prompts").held = True
+    for arrival_s in (2.0, 3.0):
+        crowd.join(arrival_s, tenant="short ones")
+    assert (crowd.open(5, now_s), crowd.room.is_held(0)) == ([2.0, 3.0], now_s == 0)
+
+
+def test_a_held_level_sends_one_request_in_its_time_whatever_comes() -> None:
+    crowd = Crowd()
+    for arrival_s in (1.0, 2.0, 3.0):
+        crowd.join(arrival_s, slo_s=60.0, tenant=f"held {arrival_s}").held = True
+    left = []
+    for tick in range(14):
+        crowd.join(10.0 + tick, slo_s=60.0, priority=1)
+        crowd.join(100.0 + tick, slo_s=60.0, tenant="short prompts")
+        left += [(tick, arrival_s) for arrival_s in crowd.open(9, now_s=float(tick)) if arrival_s < 10]
+    assert left == [(MAX_HOLD_S, 1.0), (2 * MAX_HOLD_S, 2.0)]
+
+
+def test_few_of_many_held_tenants_are_asked() -> None:
+    crowd = Crowd()
+    for n in range(MAX_HELD_LINES):
+        crowd.join(float(n), tenant=str(n)).held = True
+    crowd.join(90.0, tenant="not asked")
+    crowd.join(91.0, priority=-1)
+    assert crowd.open(5) == [91.0]
+
+
+@pytest.mark.parametrize(
+    ("joined", "useful_s"),
+    [
+        pytest.param([(1, 3), (0, 4)], 3.5, id="all that can be in time"),
+        pytest.param([(1, 3), (0, 40)], 20.0, id="of the lower level as much as ends in time"),
+        pytest.param([(1, 60), (0, 4)], 20.0, id="nothing of it behind too much of the higher one"),
+    ],
+)
+def test_useful_work_is_what_ends_within_the_objectives(
+    joined: list[tuple[int, int]], useful_s: float
+) -> None:
+    crowd = Crowd()
+    for priority, count in joined:
+        for n in range(count):
+            crowd.join(float(n), priority=priority)
+    assert crowd.room.find_useful_prefill_s(2) == useful_s
 
 
 def test_requests_leave_in_the_order_of_their_arrival() -> None:
@@ -439,8 +503,15 @@ def test_a_client_that_leaves_gives_up_its_place() -> None:
     assert len(context.waiting_room) == 0
 
 
-@pytest.mark.parametrize("waiting", [0, 6])
-def test_the_flip_is_asked_for_when_the_backlog_makes_requests_late(waiting: int) -> None:
+@pytest.mark.parametrize(
+    ("waiting", "action"),
+    [
+        pytest.param(0, Action.WAIT, id="in time"),
+        pytest.param(3, Action.ASK_FOR_FLIP, id="in time with one prefill instance more"),
+        pytest.param(6, Action.WAIT, id="late even then"),
+    ],
+)
+def test_a_flip_is_asked_for_when_it_lets_the_request_be_in_time(waiting: int, action: Action) -> None:
     context = make_context("p1", "d1", "d2")
     for _ in range(2 + waiting):
         begin(context)
@@ -449,7 +520,56 @@ def test_the_flip_is_asked_for_when_the_backlog_makes_requests_late(waiting: int
     context.flip_rules = FlipProposalRules(enabled=True)
     context.waiting_room.prefill_ahead_s = 0.1
     journey = Journey(context, work(10))
-    assert journey.begin(0.0) is (Action.ASK_FOR_FLIP if waiting else Action.WAIT)
+    assert journey.begin(0.0) is action
+
+
+def test_demand_leaves_out_what_is_late_even_with_one_prefill_instance_more() -> None:
+    context = make_context("p1", "d1")
+    for _ in range(20):
+        begin(context)
+    counted = context.demand.snapshot().requests
+    begin(context)
+    assert (context.demand.snapshot().requests, counted < 20) == (counted, True)
+
+
+def make_full_decode() -> JourneyContext[FakeInstance]:
+    """A fleet whose decode has room for a prompt of 100 tokens and its answer, of a lower tier."""
+    context = make_context("p1", "d1")
+    context.decode_share.set_tiers({0, 10}, tpot_s=0.05)
+    context.fleet["d1"].ledger.add_decode(tokens=3_500 - int(DEFAULT_OUTPUT_TOKENS))
+    return context
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason", "choices", "action"),
+    [
+        pytest.param(90, None, 1, Action.SEND_PREFILL, id="it fits"),
+        pytest.param(110, None, 1, Action.WAIT, id="it does not"),
+        pytest.param(110, LocalPrefillReason.PROMPT_LOGPROBS, 1, Action.WAIT, id="without a prefill leg"),
+        pytest.param(60, LocalPrefillReason.MULTIPLE_CHOICES, 1, Action.SEND_DECODE, id="one choice of n"),
+        pytest.param(60, LocalPrefillReason.MULTIPLE_CHOICES, 2, Action.WAIT, id="two choices"),
+    ],
+)
+def test_requests_wait_for_room_in_decode(
+    tokens: int, reason: LocalPrefillReason | None, choices: int, action: Action
+) -> None:
+    journey = Journey(make_full_decode(), work(tokens, choices=choices), local_prefill_reason=reason)
+    assert journey.begin(0.0) is action
+
+
+def test_a_newcomer_does_not_pass_a_held_request_of_its_level_at_once() -> None:
+    context = make_full_decode()
+    held = [Journey(context, work(110)).begin(0.0)]
+    context.waiting_room.reconsider(0.1)
+    assert (held, Journey(context, work(10)).begin(0.2)) == ([Action.WAIT], Action.WAIT)
+    assert Journey(context, work(10, priority=10)).begin(0.2) is Action.SEND_PREFILL
+
+
+def test_a_request_that_has_waited_for_a_flip_still_waits_for_room_in_decode() -> None:
+    context = make_full_decode()
+    journey = Journey(context, work(110))
+    journey.state, journey.proposal = State.FLIP_REQUESTED, None
+    assert journey._seek_prefill(0.0, NO_FLIP_PROPOSALS) is Action.WAIT
 
 
 def test_without_a_bound_no_request_waits() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fulcrum_router.policy.whole_response import compute_deadline_s
+from fulcrum_router.policy.whole_response import compute_deadline_s, compute_max_response_s
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,7 @@ from fulcrum_router.policy.whole_response import compute_deadline_s
 def test_a_whole_response_may_take_as_long_as_its_engine_computes_and_its_tokens_allow(
     progress_at_s: float, tokens: int, deadline_s: float
 ) -> None:
+    longest_s = compute_max_response_s(first_byte_timeout_s=60.0, max_output_tokens=tokens)
     assert deadline_s == compute_deadline_s(
-        sent_s=100.0, progress_at_s=progress_at_s, first_byte_timeout_s=60.0, max_output_tokens=tokens
+        sent_s=100.0, progress_at_s=progress_at_s, first_byte_timeout_s=60.0, max_response_s=longest_s
     )

@@ -1,6 +1,5 @@
 """The model of split instances by hand and step by step; splits against exhaustive search."""
 
-import itertools
 import math
 import random
 
@@ -99,13 +98,14 @@ def search_exhaustively(requests: list[WorkloadRequest], fleet: UniformFleet, in
     """Return the most requests in time over all sequences of splits."""
     arrivals_s = [request.arrival_s for request in requests]
     intervals = math.ceil(arrivals_s[-1] / interval_s)
-    least = len(requests)
-    for splits in itertools.product(range(1, fleet.instances), repeat=intervals):
-        queue = SplitQueue(make_tasks(requests, fleet), arrivals_s, fleet)
-        for number, prefill in enumerate(splits, start=1):
-            queue.advance(prefill, number * interval_s if number < intervals else math.inf)
-        least = min(least, queue.late)
-    return len(requests) - least
+    queues = [SplitQueue(make_tasks(requests, fleet), arrivals_s, fleet)]
+    for number in range(1, intervals + 1):
+        until_s = number * interval_s if number < intervals else math.inf
+        branches = [(queue.copy(), prefill) for queue in queues for prefill in range(1, fleet.instances)]
+        for queue, prefill in branches:
+            queue.advance(prefill, until_s)
+        queues = [queue for queue, _ in branches]
+    return len(requests) - min(queue.late for queue in queues)
 
 
 def test_the_moving_split_is_near_the_best_of_all_sequences_and_never_above(seed: int) -> None:

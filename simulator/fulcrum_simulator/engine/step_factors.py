@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 
-class StepJitter:
+class StepFactors:
     """Source of one factor for each step; always 1 without a function that draws them."""
 
     def __init__(self, draw: Callable[[], float] | None) -> None:

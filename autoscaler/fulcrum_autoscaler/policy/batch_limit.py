@@ -1,0 +1,68 @@
+"""Finds how many requests an engine decodes together, from its own counts. Used by `balanced`.
+
+No engine reports this limit. An engine whose batch is full runs the same number of requests in each probe
+while others wait. A request that waits in one probe only waits for the next step, or for its KV.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fulcrum_core.router_state import InstanceState
+
+PROBES_MIN = 3
+"""Consecutive probes in which requests wait and as many run as before."""
+RUNNING_MIN = 32
+"""A smaller batch is never taken for a full one: few requests often stay as many by chance, and such a limit
+would hold instances in decode for good."""
+KV_WAITING = 0.8
+"""Share of the KV cache above which a request that waits may wait for blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyBatch:
+    """An engine that ran so many requests in its last probes, the first one included, while others waited."""
+
+    running: int
+    probes: int
+    read_at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimit:
+    """Requests that an engine decodes together; infinite: not known, no batch was full."""
+
+    requests: float = math.inf
+    steady: tuple[tuple[str, SteadyBatch], ...] = ()
+    """By instance."""
+
+    def observe(self, decode: Iterable[InstanceState]) -> "BatchLimit":
+        """Return the limit after these states. It is constant: the highest number counts."""
+        before = dict(self.steady)
+        steady = {
+            state.name: batch
+            for state in decode
+            if (batch := _follow(before.get(state.name), state)) is not None
+        }
+        full = [float(batch.running) for batch in steady.values() if batch.probes >= PROBES_MIN]
+        known = full if self.requests == math.inf else [self.requests, *full]
+        return BatchLimit(max(known, default=math.inf), tuple(steady.items()))
+
+
+def _follow(before: SteadyBatch | None, state: InstanceState) -> SteadyBatch | None:
+    """Count the probes with the same batch. None: no request waits, or for a prompt or for KV blocks."""
+    if before is not None and state.engine_read_at_s <= before.read_at_s:
+        return before
+    if not state.engine_waiting or state.engine_requests is None:
+        return None
+    if state.prefill_tokens or (state.kv_usage or 0.0) >= KV_WAITING:
+        return None
+    running = state.engine_requests - state.engine_waiting
+    if running < RUNNING_MIN:
+        return None
+    probes = before.probes + 1 if before is not None and before.running == running else 1
+    return SteadyBatch(running, probes, state.engine_read_at_s)
+
+
+UNKNOWN_LIMIT = BatchLimit()
+"""Before the first probe."""

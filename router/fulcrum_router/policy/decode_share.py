@@ -1,0 +1,72 @@
+"""How much of decode the lower tiers may use, so that the highest one usually finds room.
+
+The order of the waiting room decides who is prefilled next. Decode has no such order: an engine takes what
+it gets, and each request that it decodes slows down the others and keeps its KV for as long as its answer
+takes. So new requests of lower tiers wait in the router, until `waiting_lines.MAX_HOLD_S` lets one pass,
+while every decode instance is as full as `STEP_SHARE` of the tightest TPOT objective of any tier, or
+`KV_SHARE` of its KV cache, allows. An idle instance always has room, and an objective that even an empty
+step misses limits nothing. Without tiers of different priorities nothing is held; in mode Direct the
+journey does not ask.
+"""
+
+import math
+from collections.abc import Collection, Iterable
+
+from fulcrum_router.policy.candidates import InstanceView
+
+KV_SHARE = 0.8
+"""Share of the KV cache that lower tiers may fill with prompts and predicted answers."""
+STEP_SHARE = 0.9
+"""Share of the TPOT objective that a step may take with a request of a lower tier in its batch."""
+MAX_REQUEST_SHARE = 0.5
+"""Share of a limit that one request counts as at most: else a long prompt would need an empty instance."""
+
+
+class DecodeShare:
+    """The limits of the lower tiers of one service."""
+
+    __slots__ = ("highest", "tpot_s")
+
+    def __init__(self) -> None:
+        self.highest: int | None = None
+        """Priority of the highest tier; None: all have the same."""
+        self.tpot_s = math.inf
+        """The tightest TPOT objective of all tiers."""
+
+    def set_tiers(self, priorities: Collection[int], *, tpot_s: float) -> None:
+        """Set the priorities of all tiers, and the tightest of their TPOT objectives.
+
+        A higher number is a higher tier.
+        """
+        self.highest = max(priorities) if len(set(priorities)) > 1 else None
+        self.tpot_s = tpot_s
+
+    def must_wait(self, decode: Iterable[InstanceView], *, priority: int, tokens: float) -> bool:
+        """Whether a request of this priority has to wait.
+
+        It has to if it is not of the highest tier, and none of these instances has room for its tokens.
+        False without instances.
+        """
+        if self.highest is None or priority >= self.highest:
+            return False
+        known = False
+        for instance in decode:
+            if self._has_room(instance, tokens):
+                return False
+            known = True
+        return known
+
+    def _has_room(self, instance: InstanceView, tokens: float) -> bool:
+        ledger = instance.ledger
+        in_use = ledger.decode_tokens + ledger.reserved_tokens
+        if not in_use:
+            return True
+        capacity = instance.kv_capacity_tokens
+        if capacity and not _fits(in_use, tokens, KV_SHARE * capacity):
+            return False
+        limit = STEP_SHARE * instance.decode_model.max_tokens(self.tpot_s)
+        return not limit or _fits(in_use, tokens, limit)
+
+
+def _fits(in_use: float, tokens: float, limit: float) -> bool:
+    return in_use + min(tokens, MAX_REQUEST_SHARE * limit) <= limit

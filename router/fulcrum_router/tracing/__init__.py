@@ -1,0 +1,1 @@
+"""Traces of requests: which are sampled, and the spans of one."""
