@@ -5,6 +5,7 @@ never logged, and the router leaves out the text of exceptions as well: both may
 asyncio, kopf and other libraries log through the standard library; their messages become the same lines.
 """
 
+import argparse
 import asyncio
 import logging
 import sys
@@ -14,18 +15,20 @@ from typing import Any, TextIO
 
 import structlog
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
+DEFAULT_LOG_LEVEL = "info"
 MAX_PLACES = 20
 """Places of one exception that are logged: the last ones, where it was raised."""
 
 
 def configure_logging(
-    stream: TextIO | None = None, *, level: int = logging.INFO, exception_texts: bool = True
+    stream: TextIO | None = None, *, level: str = DEFAULT_LOG_LEVEL, exception_texts: bool = True
 ) -> None:
     """Log as JSON lines, messages of the standard library included.
 
     Args:
         stream: File for the lines; None: standard error.
-        level: Lowest level that is logged.
+        level: Lowest of `LOG_LEVELS` that is logged.
         exception_texts: Whether the text of an exception is logged, and the text of a library's message that
             reports one.
     """
@@ -39,7 +42,7 @@ def configure_logging(
 
     structlog.configure(
         logger_factory=structlog.PrintLoggerFactory(stream),
-        wrapper_class=structlog.make_filtering_bound_logger(level),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
@@ -49,6 +52,12 @@ def configure_logging(
         cache_logger_on_first_use=False,
     )
     logging.basicConfig(level=logging.WARNING, handlers=[_LibraryHandler(exception_texts)], force=True)
+
+
+def add_log_level_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option --log-level."""
+    text = "lowest level that is logged (%(default)s)"
+    parser.add_argument("--log-level", choices=LOG_LEVELS, default=DEFAULT_LOG_LEVEL, help=text)
 
 
 def describe_exception(error: BaseException, *, with_text: bool) -> dict[str, Any]:

@@ -240,10 +240,10 @@ def _retry_after_s(response: httpx.Response) -> float | None:
 
 
 async def _split_lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    held: list[bytes] = []
+    line_parts: list[bytes] = []
     async for chunk in response.aiter_raw():
         first, *rest = chunk.split(b"\n")
-        held.append(first)
+        line_parts.append(first)
         for part in rest:
-            yield b"".join(held)
-            held = [part]
+            yield b"".join(line_parts)
+            line_parts = [part]

@@ -10,18 +10,21 @@ import json
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import structlog
 from aiohttp import web
 
 from fulcrum_cluster.client import ClusterClient, open_cluster, resolve_client_config
 from fulcrum_cluster.clock import SystemClock
+from fulcrum_cluster.election_thread import ElectionThread
 from fulcrum_cluster.leader_election import OPERATOR_TIMING, KubernetesLease, LeaderElector, StepDown
-from fulcrum_cluster.logs import configure_logging
+from fulcrum_cluster.logs import add_log_level_option, configure_logging
 from fulcrum_cluster.objects import ObjectApi
 from fulcrum_cluster.process import (
     ANY_ADDRESS,
@@ -30,6 +33,7 @@ from fulcrum_cluster.process import (
     bind_socket,
     exit_with_error,
 )
+from fulcrum_cluster.tracing import open_root_spans
 from fulcrum_core.errors import InvalidInput
 from fulcrum_operator.controller.metrics import Metrics, make_http_app
 from fulcrum_operator.engines.images import EngineImages
@@ -46,7 +50,7 @@ _log = structlog.get_logger()
 def main(argv: Sequence[str] | None = None) -> None:
     """Run until SIGTERM or SIGINT (exit code 0), or until the Lease is lost (exit code 1)."""
     args = _parser().parse_args(argv)
-    configure_logging()
+    configure_logging(level=args.log_level)
     try:
         sys.exit(asyncio.run(_run_operator(args)))
     except (InvalidInput, OSError) as error:
@@ -106,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         default={},
         help="strategic merge patch of the router pods, as JSON (default: none)",
     )
+    add_log_level_option(parser)
     add("--host", default=ANY_ADDRESS, help="address for /healthz, /readyz and /metrics (default: all)")
     add("--port", type=int, default=9093, help="port for /healthz, /readyz and /metrics; 0: any free port")
     return parser
@@ -158,25 +163,74 @@ def _parse_template(text: str) -> dict[str, Any]:
 async def _run_operator(args: argparse.Namespace) -> int:
     stop = asyncio.Event()
     _stop_on_signals(stop)
-    metrics = Metrics()
+    # Its own connections and its own thread: a renewal of the Lease must not wait for other work.
+    lease_cluster = open_cluster(args.store, program="fulcrum-operator")
+
+    def elect(on_change: Callable[[bool], None]) -> ElectionThread:
+        return ElectionThread(
+            partial(make_elector, lease_cluster.objects, args), lease_cluster.aclose, on_change
+        )
+
     async with (
+        open_root_spans("fulcrum-operator") as spans,
         open_cluster(args.store, program="fulcrum-operator") as cluster,
-        # Its own connections: a Lease renewal must not queue behind other requests.
-        open_cluster(args.store, program="fulcrum-operator") as lease_cluster,
+        AsyncExitStack() as threads,
     ):
-        candidate = Candidate(cluster, lease_cluster.objects, args, metrics, stop)
+        metrics = Metrics(spans)
+        candidate = Candidate(cluster, elect, args, metrics, stop)
+        await threads.enter_async_context(candidate.election)
         app = make_http_app(metrics, candidate.unready_reason, candidate.unhealthy_reason)
         async with _serve_http(app, args.host, args.port) as port:
             announce_ready(port=port)
             return await candidate.run()
 
 
-class Candidate:
+class Election(Protocol):
+    """A leader election; see `LeaderElector`."""
+
+    @property
+    def leading(self) -> bool:
+        """Whether to act as the leader now."""
+        ...
+
+    @property
+    def holder(self) -> str | None:
+        """Holder of the Lease when it was last observed."""
+        ...
+
+    async def run(self) -> None:
+        """Take part in the election until cancelled."""
+        ...
+
+    async def release(self) -> None:
+        """Release the Lease."""
+        ...
+
+
+E = TypeVar("E", bound=Election)
+
+
+def make_elector(
+    lease_objects: ObjectApi, args: argparse.Namespace, on_change: Callable[[bool], None]
+) -> LeaderElector:
+    """The elector of this process, as the command line says."""
+    return LeaderElector(
+        KubernetesLease(lease_objects, args.service_account, namespace=args.lease_namespace),
+        identity=args.identity,
+        timing=OPERATOR_TIMING,
+        step_down=StepDown.AT_DEADLINE,
+        clock=SystemClock(),
+        rng=random.Random(),
+        on_change=on_change,
+    )
+
+
+class Candidate(Generic[E]):
     """One operator process: a standby until it holds the Lease, then the leader, until it stops or loses it.
 
     Args:
         cluster: Client for the API server.
-        lease_objects: Client for the Lease only, with connections of its own.
+        elect: Creates the election; gets the function to call when this process starts or stops to lead.
         args: The parsed command line.
         metrics: Metrics of this process.
         stop: Event that ends the process.
@@ -185,7 +239,7 @@ class Candidate:
     def __init__(
         self,
         cluster: ClusterClient,
-        lease_objects: ObjectApi,
+        elect: Callable[[Callable[[bool], None]], E],
         args: argparse.Namespace,
         metrics: Metrics,
         stop: asyncio.Event,
@@ -193,21 +247,13 @@ class Candidate:
         self._cluster, self._args, self._metrics, self._stop = cluster, args, metrics, stop
         self._elected, self._lease_lost = asyncio.Event(), False
         self._leader: Leader | None = None
-        self._elector = LeaderElector(
-            KubernetesLease(lease_objects, args.service_account, namespace=args.lease_namespace),
-            identity=args.identity,
-            timing=OPERATOR_TIMING,
-            step_down=StepDown.AT_DEADLINE,
-            clock=SystemClock(),
-            rng=random.Random(),
-            on_change=self._on_leadership_change,
-        )
+        self.election = elect(self._on_leadership_change)
 
     def unready_reason(self) -> str | None:
         """Why the process is not ready; None for a leader that watches all objects, and for a standby."""
         if self._leader is not None:
             return self._leader.unready_reason()
-        return None if self._elector.holder is not None else "the Lease has not been read yet"
+        return None if self.election.holder is not None else "the Lease has not been read yet"
 
     def unhealthy_reason(self) -> str | None:
         """Why the kubelet must restart the process if it hangs; None while it can lead or leads."""
@@ -215,7 +261,7 @@ class Candidate:
 
     async def run(self) -> int:
         """Run until `stop` is set or the Lease is lost; returns the exit code."""
-        election = asyncio.get_running_loop().create_task(self._elector.run())
+        election = asyncio.get_running_loop().create_task(self.election.run())
         election.add_done_callback(self._on_election_ended)
         try:
             await _wait_for_any(self._elected, self._stop)
@@ -225,7 +271,7 @@ class Candidate:
             election.remove_done_callback(self._on_election_ended)
             election.cancel()
             await asyncio.gather(election, return_exceptions=True)
-            await self._elector.release()
+            await self.election.release()
         return 1 if self._lease_lost else 0
 
     async def _lead(self) -> None:
@@ -239,7 +285,7 @@ class Candidate:
             lambda cache: KopfFeed(access, cache, namespace=args.namespace),
             _operator_options(args),
             self._metrics,
-            lambda: self._elector.leading,
+            lambda: self.election.leading,
         )
         leading = asyncio.get_running_loop().create_task(
             self._leader.run(self._stop, on_started=lambda: _stop_on_signals(self._stop))
@@ -248,7 +294,7 @@ class Candidate:
         await asyncio.wait((leading, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         await self._leader.aclose()
-        await self._elector.release()  # now, so that a standby takes over: what still runs writes nothing
+        await self.election.release()  # now, so that a standby takes over: what still runs writes nothing
         self._stop.set()
         await leading
 
@@ -263,7 +309,7 @@ class Candidate:
         if is_leader:
             self._elected.set()
         elif not self._stop.is_set():
-            _log.error("lease lost, exiting", holder=self._elector.holder)
+            _log.error("lease lost, exiting", holder=self.election.holder)
             self._lease_lost = True
             self._stop.set()
 
@@ -284,6 +330,7 @@ def _operator_options(args: argparse.Namespace) -> "OperatorOptions":
             metrics_callers=args.metrics_callers,
             image_pull_secrets=tuple(args.image_pull_secret),
             router_replicas=args.router_replicas,
+            log_level=args.log_level,
             router_resources=args.router_resources,
             router_template=args.router_template,
         ),

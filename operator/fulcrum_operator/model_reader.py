@@ -182,7 +182,7 @@ def _describe_error(error: Exception) -> str:
 
 def _check_length(body: bytes, where: str) -> bytes:
     if len(body) > _CONFIG_BYTES_MAX:
-        raise ConfigUnreadable(f"{where}: is larger than 4 MiB, which no config.json is")
+        raise ConfigUnreadable(f"{where}: is larger than 4 MiB: it cannot be a config.json")
     return body
 
 

@@ -62,6 +62,7 @@ ALL_VALUES_CHANGED: dict[str, Any] = {
         "extraEnv": [{"name": "PYTHONASYNCIODEBUG", "value": "1"}],
     },
     "monitoring": {"podMonitors": True, "labels": {"release": "prometheus"}},
+    "tracing": {"endpoint": "http://otel-collector.monitoring:4318", "samplingRatio": 0.1},
 }
 """Each value differs from its default."""
 
@@ -135,16 +136,16 @@ def test_the_prometheus_rule_holds_the_rules_file(render: Renderer) -> None:
         pytest.param("GrafanaDashboards", ["ConfigMap", "GrafanaDashboard"], {}, id="for the operator"),
     ],
 )
-def test_boards_are_the_files_of_the_chart(
+def test_dashboards_are_the_files_of_the_chart(
     render: Renderer, dashboards: str, kinds: list[str], labels: dict[str, str]
 ) -> None:
     made = render(monitoring={"dashboards": dashboards}).objects
-    boards = [each for each in made if each["metadata"]["labels"].get(COMPONENT) == "monitoring"]
-    maps = [each for each in boards if each["kind"] == "ConfigMap"]
+    monitoring = [each for each in made if each["metadata"]["labels"].get(COMPONENT) == "monitoring"]
+    maps = [each for each in monitoring if each["kind"] == "ConfigMap"]
     data = {name: text for each in maps for name, text in each["data"].items()}
     files = (CHART / "dashboards").glob("*.json")
     assert data == {file.name: file.read_text(encoding="utf-8") for file in files}
-    assert sorted({each["kind"] for each in boards}) == kinds
+    assert sorted({each["kind"] for each in monitoring}) == kinds
     assert all(labels.items() <= each["metadata"]["labels"].items() for each in maps)
 
 

@@ -55,13 +55,26 @@ app.kubernetes.io/component: {{ .component }}
 {{- toYaml (mergeOverwrite $default (.securityContext | default dict)) -}}
 {{- end -}}
 
-{{/* Strategic merge patch of the pods of all routers, from the values under `router`. */}}
+{{/* Environment variables of a container that sends spans; nothing without a receiver. */}}
+{{- define "fulcrum.tracingEnv" -}}
+{{- with .Values.tracing.endpoint -}}
+- name: OTEL_EXPORTER_OTLP_ENDPOINT
+  value: {{ . | quote }}
+- name: OTEL_TRACES_SAMPLER_ARG
+  value: {{ $.Values.tracing.samplingRatio | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* Strategic merge patch of the pods of all routers, from the values under `router` and `tracing`. */}}
 {{- define "fulcrum.routerTemplate" -}}
 {{- $spec := dict -}}
 {{- range $name := list "nodeSelector" "tolerations" "affinity" "priorityClassName" -}}
 {{- with index $.Values.router $name -}}
 {{- $_ := set $spec $name . -}}
 {{- end -}}
+{{- end -}}
+{{- with include "fulcrum.tracingEnv" . -}}
+{{- $_ := set $spec "containers" (list (dict "name" "router" "env" (fromYamlArray .))) -}}
 {{- end -}}
 {{- $template := dict -}}
 {{- with $spec -}}

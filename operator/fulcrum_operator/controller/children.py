@@ -398,7 +398,7 @@ def _with_waiting(cause: FailureCause, name: _Name, waiting: Mapping[_Name, _Nam
         held = ["all engines"]
     if not held:
         return cause
-    message = f"{cause.message}; not made until then: {', '.join(held)}"
+    message = f"{cause.message}; not created until then: {', '.join(held)}"
     return FailureCause(cause.reason, message, cause.identity)
 
 

@@ -1,4 +1,4 @@
-"""Kubernetes Events on the PDService, for `kubectl describe` and `fulcrum status`.
+"""Kubernetes Events on the PDService, for `kubectl describe` and `fulcrum status`; some on a PDInstance, too.
 
 `derive_events` is pure: Events follow from the state before a reconcile and its plan, and unchanged state
 causes none. `EventRecorder` writes them; a repeated Event increments a count.
@@ -7,6 +7,7 @@ causes none. `EventRecorder` writes them; a repeated Event increments a count.
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
 import structlog
 
@@ -71,6 +72,8 @@ class Event:
     type: str
     message: str
     key: str
+    instance: str = ""
+    """Name of the PDInstance that gets the Event, too; empty if the Event is of the service only."""
 
 
 def role_flipped(instance: str, role: str, by: str, cause: str) -> Event:
@@ -81,18 +84,20 @@ def role_flipped(instance: str, role: str, by: str, cause: str) -> Event:
         NORMAL,
         f"{instance} flipped to {role} by {by}{suffix}",
         f"{instance}/{role}",
+        instance,
     )
 
 
 def assignment_refused(instance: str, role: str | None, cause: str) -> Event:
     """A requested role, cordon or pin was refused."""
     subject = f"{instance} to {role}" if role else instance
-    return Event(event_reasons.ASSIGNMENT_REFUSED, WARNING, f"{subject}: {cause}", f"{instance}/{role}")
+    key = f"{instance}/{role}"
+    return Event(event_reasons.ASSIGNMENT_REFUSED, WARNING, f"{subject}: {cause}", key, instance)
 
 
 def instance_failed(instance: str, cause: str) -> Event:
     """An instance failed and does not serve."""
-    return Event(event_reasons.INSTANCE_FAILED, WARNING, f"{instance}: {cause}", instance)
+    return Event(event_reasons.INSTANCE_FAILED, WARNING, f"{instance}: {cause}", instance, instance)
 
 
 def instance_replaced(instance: str) -> Event:
@@ -105,7 +110,7 @@ def instance_replaced(instance: str) -> Event:
 def pod_deleted_externally(instance: str) -> Event:
     """Somebody else deleted an instance's pod, for example to drain a node."""
     message = f"the pod of {instance} is being deleted by somebody else; a new instance replaces {instance}"
-    return Event(event_reasons.POD_DELETED_EXTERNALLY, NORMAL, message, instance)
+    return Event(event_reasons.POD_DELETED_EXTERNALLY, NORMAL, message, instance, instance)
 
 
 def scaled(pool: str, before: int, after: int) -> Event:
@@ -117,7 +122,7 @@ def scaled(pool: str, before: int, after: int) -> Event:
 
 def engine_cannot_start(instance: str, reason: str, cause: str) -> Event:
     """An instance's engine cannot start."""
-    return Event(reason, WARNING, f"{instance}: {cause}", instance)
+    return Event(reason, WARNING, f"{instance}: {cause}", instance, instance)
 
 
 def reconcile_failed(cause: FailureCause) -> Event:
@@ -273,6 +278,19 @@ def _event_for_reasons(before: str, now: str) -> tuple[str, str] | None:
     return _EVENT_BY_REASON.get(now) or (_COMPLETED if before in _ROLLING_OUT else None)
 
 
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """The object that an Event is about."""
+
+    kind: str
+    meta: ObjectMeta
+
+    @classmethod
+    def of(cls, instance: PDInstance) -> Self:
+        """The instance as a subject."""
+        return cls(PDInstance.kind_name(), instance.metadata)
+
+
 class EventRecorder:
     """Writes Events: one object for each reason and key, with a count; each service has a budget.
 
@@ -287,15 +305,24 @@ class EventRecorder:
         self._counts: dict[str, int] = {}
         self._budgets: dict[str, tuple[float, float]] = {}
 
-    async def record(self, service: ObjectMeta, events: Iterable[Event]) -> None:
-        """Write Events about a PDService; an Event that cannot be written is logged and dropped."""
+    async def record(
+        self, service: ObjectMeta, events: Iterable[Event], instances: Iterable[PDInstance] = ()
+    ) -> None:
+        """Write Events about a PDService; an Event that cannot be written is logged and dropped.
+
+        An Event of one of the instances is written about that instance, too.
+        """
+        subjects = {instance.metadata.name: _Subject.of(instance) for instance in instances}
+        about_service = _Subject(PDService.kind_name(), service)
         for event in events:
             _log.info("event", service=service.name, reason=event.reason, message=event.message)
             if not self._spend_budget(service.uid):
                 continue
             try:
                 check_is_leader(self._is_leader)
-                await self._write(service, event)
+                await self._write(about_service, event)
+                if event.instance in subjects:
+                    await self._write(subjects[event.instance], event)
             except FulcrumError as error:
                 _log.warning("event not written", reason=event.reason, error=str(error))
 
@@ -309,60 +336,60 @@ class EventRecorder:
         self._budgets[service] = (left - 1 if left >= 1 else left, now_s)
         return left >= 1
 
-    async def _write(self, service: ObjectMeta, event: Event) -> None:
-        name = event_name(service, event)
+    async def _write(self, subject: _Subject, event: Event) -> None:
+        name = event_name(subject.meta, event)
         now = format_time(self._clock.now_s())
         count = self._counts.get(name)
         if count is None:
-            count = await self._create(service, name, event, now)
+            count = await self._create(subject, name, event, now)
         else:
-            count = await self._increment_count(service, name, event, now, count)
+            count = await self._increment_count(subject, name, event, now, count)
         if len(self._counts) >= _REMEMBERED_MAX:
             self._counts.pop(next(iter(self._counts)))
         self._counts[name] = count
 
-    async def _create(self, service: ObjectMeta, name: str, event: Event, now: str) -> int:
-        namespace = service.namespace
+    async def _create(self, subject: _Subject, name: str, event: Event, now: str) -> int:
+        namespace = subject.meta.namespace
         try:
-            await self._objects.create(EVENT, _body(service, name, event, now), namespace=namespace)
+            await self._objects.create(EVENT, _body(subject, name, event, now), namespace=namespace)
         except AlreadyExists:
             existing = await self._objects.get(EVENT, name, namespace=namespace)
-            return await self._increment_count(service, name, event, now, existing.get("count", 1))
+            return await self._increment_count(subject, name, event, now, existing.get("count", 1))
         return 1
 
-    async def _increment_count(
-        self, service: ObjectMeta, name: str, event: Event, now: str, count: int
-    ) -> int:
+    async def _increment_count(self, subject: _Subject, name: str, event: Event, now: str, count: int) -> int:
         patch = {
             "count": count + 1,
             "lastTimestamp": _seconds(now),
             "message": event.message[:_MESSAGE_LENGTH_MAX],
         }
         try:
-            await self._objects.patch(EVENT, name, patch, namespace=service.namespace)
+            await self._objects.patch(EVENT, name, patch, namespace=subject.meta.namespace)
         except NotFound:  # the API server deletes Events after an hour
-            await self._objects.create(EVENT, _body(service, name, event, now), namespace=service.namespace)
+            await self._objects.create(
+                EVENT, _body(subject, name, event, now), namespace=subject.meta.namespace
+            )
             return 1
         return count + 1
 
 
-def event_name(service: ObjectMeta, event: Event) -> str:
+def event_name(about: ObjectMeta, event: Event) -> str:
     """Name of the Event's object: equal for a repeated Event, also after a change of leader."""
-    text = f"{service.uid}/{event.reason}/{event.key}"
-    return f"{service.name}.{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    text = f"{about.uid}/{event.reason}/{event.key}"
+    return f"{about.name}.{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def _body(service: ObjectMeta, name: str, event: Event, now: str) -> Object:
+def _body(subject: _Subject, name: str, event: Event, now: str) -> Object:
     return {
         "apiVersion": EVENT.api_version,
         "kind": EVENT.kind,
-        "metadata": {"name": name, "namespace": service.namespace},
+        "metadata": {"name": name, "namespace": subject.meta.namespace},
         "involvedObject": {
             "apiVersion": API_VERSION,
-            "kind": PDService.kind_name(),
-            "name": service.name,
-            "namespace": service.namespace,
-            "uid": service.uid,
+            "kind": subject.kind,
+            "name": subject.meta.name,
+            "namespace": subject.meta.namespace,
+            "uid": subject.meta.uid,
         },
         "reason": event.reason,
         "type": event.type,

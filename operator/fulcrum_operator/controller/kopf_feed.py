@@ -27,6 +27,14 @@ _POD_SELECTOR = "app.kubernetes.io/managed-by=fulcrum-operator"
 WATCHED_KINDS = (*(kind_of_resource(kind) for kind in KINDS), *LABELLED_KINDS)
 """All kinds of Fulcrum, pods, and the children that the operator creates for a service."""
 
+WORKERS_MAX = 32
+"""Most events of one kind that kopf handles in one turn of the event loop.
+
+kopf has a worker for each object. When hundreds of pods change at the same time, the workers of all of them
+would run in one turn, which takes seconds: the Lease could not be renewed meanwhile.
+"""
+WORKER_IDLE_S = 0.02
+"""Seconds for which a worker waits for another event of its object, and keeps others from running."""
 WATCH_TIMEOUT_S = 25
 """Seconds after which the API server ends a watch, and it goes on with another one where it was."""
 WATCH_SILENCE_MAX_S = 28.0
@@ -72,7 +80,7 @@ class KopfFeed:
         try:
             tasks = await kopf.spawn_tasks(
                 registry=self._make_registry(session, on_object_listed),
-                settings=_kopf_settings(),
+                settings=kopf_settings(),
                 standalone=True,
                 clusterwide=not self._namespace,
                 namespaces=[self._namespace] if self._namespace else [],
@@ -143,9 +151,30 @@ def apply_event(cache: ObjectCache, kind: ObjectKind, event: Any) -> None:
         cache.put_object(kind, dict(body))
 
 
-def _kopf_settings() -> kopf.OperatorSettings:
+class NoDiffBase(kopf.DiffBaseStorage):
+    """Compares no object with its last version: only handlers of changes need that, and we have none.
+
+    kopf's own storage copies each object several times for each event.
+    """
+
+    def build(self, **_: Any) -> Any:
+        """Nothing of an object is compared."""
+        return {}
+
+    def fetch(self, **_: Any) -> None:
+        """There is no last version."""
+
+    def store(self, **_: Any) -> None:
+        """Nothing is stored."""
+
+
+def kopf_settings() -> kopf.OperatorSettings:
+    """The settings of kopf: it only watches."""
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
+    settings.persistence.diffbase_storage = NoDiffBase()
+    settings.queueing.worker_limit = WORKERS_MAX
+    settings.queueing.idle_timeout = WORKER_IDLE_S
     settings.scanning.disabled = True
     settings.networking.error_backoffs = _BACKOFFS_S
     settings.watching.chunk_size = 500

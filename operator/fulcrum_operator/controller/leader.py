@@ -294,8 +294,8 @@ class Leader:
             outcome = "conflict"
             raise
         finally:
-            self._metrics.reconciles.labels(outcome).inc()
-            self._metrics.reconcile_seconds.observe(time.perf_counter() - began_s)
+            took_s = time.perf_counter() - began_s
+            self._metrics.record_reconcile(key.namespace, key.name, outcome, took_s=took_s)
             self._metrics.active_reconciles.set(self._queue.running_count - 1)
 
     async def _after_apply(self, observed: Observed, plan: Plan) -> Problems:
@@ -306,7 +306,7 @@ class Leader:
         instances = (obj for obj in plan.objects if isinstance(obj, PDInstance))
         await run_bounded(self._runtime.sync_role_label(instance) for instance in instances)
         events = derive_events(observed, plan, self._reported.get(key, Reported()))
-        await self._recorder.record(service.metadata, events)
+        await self._recorder.record(service.metadata, events, observed.instances)
         self._reported[key] = remember_reported(observed)
         return problems
 

@@ -1,18 +1,26 @@
-"""Metrics and health endpoints of an operator process, served by the leader and by standbys."""
+"""Metrics, spans and health endpoints of an operator process, served by the leader and by standbys."""
 
+import time
 from collections.abc import Callable
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from fulcrum_cluster.tracing import RootSpans
+
 _RECONCILE_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 class Metrics:
-    """Prometheus metrics of one process, in their own registry."""
+    """Prometheus metrics of one process, in their own registry.
 
-    def __init__(self) -> None:
+    Args:
+        spans: Takes spans of reconciles; None: none are sent.
+    """
+
+    def __init__(self, spans: RootSpans | None = None) -> None:
+        self._spans = spans
         self.registry = CollectorRegistry()
         self.reconciles = Counter(
             "fulcrum_operator_reconciles",
@@ -34,6 +42,25 @@ class Metrics:
         self.leader = Gauge(
             "fulcrum_operator_leader", "1 if this process is the leader, else 0.", registry=self.registry
         )
+
+    def record_reconcile(self, namespace: str, service: str, outcome: str, *, took_s: float) -> None:
+        """Count a reconcile that ended now."""
+        self.reconciles.labels(outcome).inc()
+        self.reconcile_seconds.observe(took_s)
+        if self._spans is not None:
+            now_s = time.time()
+            self._spans.send(
+                "fulcrum.reconcile",
+                start_s=now_s - took_s,
+                end_s=now_s,
+                attributes={
+                    "fulcrum.namespace": namespace,
+                    "fulcrum.service": service,
+                    "fulcrum.outcome": outcome,
+                },
+                error=outcome if outcome == "error" else "",
+                routine=True,
+            )
 
 
 def make_http_app(

@@ -1,11 +1,12 @@
 """Metrics of the leader about each service, from the object cache: no series outlives its service."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from fulcrum_core.api import PDInstance, PDService
+from fulcrum_core.api import PDAssignment, PDInstance, PDService
 from fulcrum_core.api.pdinstance import DRAINED
 from fulcrum_core.ports import Clock
 from fulcrum_core.values import Phase
@@ -34,6 +35,9 @@ class ServiceCollector(Collector):
         yield _build_conditions(services)
         yield _build_objectives(services)
         yield _build_instances(self._list_instances(services))
+        yield _build_devices(self._list_instances(services))
+        assignments = (self._cache.get_resource(PDAssignment, *key) for key in self._cache.list_services())
+        yield _build_generations(found for found in assignments if found is not None)
         yield _build_phase_times(self._list_instances(services), now_s=self._clock.now_s())
 
     def _list_instances(self, services: Iterable[PDService]) -> Iterator[tuple[PDService, list[PDInstance]]]:
@@ -79,6 +83,34 @@ def _build_instances(found: Iterable[tuple[PDService, list[PDInstance]]]) -> Met
         phases = [instance.status.phase for instance in instances]
         for phase in Phase:
             family.add_metric([*_labels(service), phase], phases.count(phase))
+    return family
+
+
+def _build_devices(found: Iterable[tuple[PDService, list[PDInstance]]]) -> Metric:
+    family = GaugeMetricFamily(
+        "fulcrum_operator_devices",
+        "Devices that the instances of a pool request; 1 for an instance that names no hardware.",
+        labels=[*_SERVICE_LABELS, "pool"],
+    )
+    for service, instances in found:
+        devices: Counter[str] = Counter()
+        for instance in instances:
+            hardware = instance.spec.hardware
+            devices[instance.spec.pool] += 1 if hardware is None else hardware.count
+        for pool, count in sorted(devices.items()):
+            family.add_metric([*_labels(service), pool], count)
+    return family
+
+
+def _build_generations(assignments: Iterable[PDAssignment]) -> Metric:
+    family = GaugeMetricFamily(
+        "fulcrum_operator_assignment_generation",
+        "Generation of the PDAssignment as the operator knows it.",
+        labels=_SERVICE_LABELS,
+    )
+    for assignment in assignments:
+        metadata = assignment.metadata
+        family.add_metric([metadata.namespace, metadata.name], metadata.generation)
     return family
 
 

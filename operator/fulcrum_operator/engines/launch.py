@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from fulcrum_core.api import EngineIdentitySpec
+from fulcrum_core.api.engine import ModelSourceSpec
 from fulcrum_core.api.env import EnvVar, EnvVarSource
 from fulcrum_core.models import Fit
 from fulcrum_core.values import FlipStrategy
@@ -25,7 +26,8 @@ class EnginePlacement:
         cache_port: Port of its LMCache server, or first port of an LMCache peer, which has two for each rank.
         cache_http_port: Port for health and metrics of its LMCache server.
         program: Command that starts the engine.
-        model_folder: Mount point of a model on a claim or a path; empty for the path itself.
+        model_folder: Mount point of a model on a claim, on a path or in an image; empty for the path itself.
+        download_folder: Mount point of a shared folder for downloads; empty for the folder's own path.
         cache_folder: Folder for KV on disk.
         loopback: Whether all peers are on this machine.
         in_pod: Whether the engine runs in a pod, so that `$(POD_IP)` is replaced.
@@ -38,6 +40,7 @@ class EnginePlacement:
     cache_http_port: int
     program: tuple[str, ...] = ("vllm",)
     model_folder: str = "/models"
+    download_folder: str = "/var/cache/hub"
     cache_folder: str = "/var/cache/lmcache"
     loopback: bool = False
     in_pod: bool = False
@@ -45,13 +48,21 @@ class EnginePlacement:
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnvVar:
-    """An environment variable: a value, a field of the pod, a Secret's key `token`, or a user's source."""
+    """An environment variable: a value, a field of the pod, a key of a Secret, or a user's source."""
 
     name: str
     value: str = ""
     pod_field: str = ""
     secret: str = ""
+    secret_key: str = ""
     source: EnvVarSource | None = None
+
+    @classmethod
+    def hub_token(cls, source: ModelSourceSpec) -> Self | None:
+        """The access token of the hub; None if the source names no Secret."""
+        if source.token_secret is None:
+            return None
+        return cls("HF_TOKEN", secret=source.token_secret, secret_key=source.token_key or "token")
 
     @classmethod
     def from_user(cls, variable: EnvVar) -> Self:
@@ -69,11 +80,11 @@ class Port:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Volume:
-    """A folder of the engine: a claim, a path on the node, memory, or scratch space on the node's disk."""
+    """A folder of the engine: a claim, a path on the node, an image, memory, or scratch space on the node."""
 
     name: str
     mount: str
-    kind: Literal["claim", "path", "memory", "scratch"]
+    kind: Literal["claim", "path", "image", "memory", "scratch"]
     source: str = ""
     size_bytes: int | None = None
     read_only: bool = False

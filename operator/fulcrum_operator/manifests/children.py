@@ -377,6 +377,7 @@ def _router_arguments(service: PDService, settings: InstallationSettings) -> lis
         *("--metrics-port", str(ROUTER_METRICS_PORT)),
         *("--state-callers", callers, "--lease", f"{name}-router"),
         *("--identity", "$(POD_NAME)", "--advertise-address", "$(POD_IP)"),
+        *("--log-level", settings.log_level),
         *(files if service.spec.router.tls else ()),
         *(("--api-keys", API_KEYS_FOLDER) if auth and auth.api_keys else ()),
     ]

@@ -145,7 +145,7 @@ def env_var(variable: LaunchEnvVar) -> dict[str, Any]:
     if variable.pod_field:
         return env_from_field(variable.name, variable.pod_field)
     if variable.secret:
-        key = {"name": variable.secret, "key": "token"}
+        key = {"name": variable.secret, "key": variable.secret_key}
         return {"name": variable.name, "valueFrom": {"secretKeyRef": key}}
     if variable.source is not None:
         return {"name": variable.name, "valueFrom": variable.source.dump()}
@@ -171,6 +171,8 @@ def pod_volume(volume: Volume) -> dict[str, Any]:
 def _volume_source(volume: Volume) -> dict[str, Any]:
     if volume.kind == "claim":
         return {"persistentVolumeClaim": {"claimName": volume.source, "readOnly": volume.read_only}}
+    if volume.kind == "image":
+        return {"image": {"reference": volume.source, "pullPolicy": "IfNotPresent"}}
     if volume.kind == "path":
         return {"hostPath": {"path": volume.source, "type": "Directory"}}
     memory = {"medium": "Memory"} if volume.kind == "memory" else {}

@@ -125,9 +125,9 @@ def _arguments(start: LaunchSpec) -> list[str]:
 
 def _hub_variables(start: LaunchSpec, settings: InstallationSettings) -> list[dict[str, Any]]:
     hub_variables = hub_env(start)
-    secret = start.model_source.token_secret if start.model_source else None
+    token = LaunchEnvVar.hub_token(start.model_source or ModelSourceSpec())
     variables = list(map(LaunchEnvVar.from_user, hub_variables))
-    if secret is not None and "HF_TOKEN" not in {variable.name for variable in hub_variables}:
-        variables.append(LaunchEnvVar("HF_TOKEN", secret=secret))
+    if token is not None and "HF_TOKEN" not in {variable.name for variable in hub_variables}:
+        variables.append(token)
     variables += hub_endpoint_env(start, settings.hub_endpoint)
     return [env_var(variable) for variable in variables]

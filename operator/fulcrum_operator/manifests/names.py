@@ -58,6 +58,8 @@ class InstallationSettings:
     metrics_callers: tuple[dict[str, Any], ...] = ()
     """Peers of a NetworkPolicy that may scrape engines, such as Prometheus; none: only our own."""
     router_replicas: int = 2
+    log_level: str = "info"
+    """Lowest level that routers log."""
     router_resources: dict[str, Any] = field(default_factory=dict)
     router_template: dict[str, Any] = field(default_factory=dict)
     """Strategic merge patch of the pods of all routers; that of a service is merged after it."""

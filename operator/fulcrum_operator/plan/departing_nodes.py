@@ -10,7 +10,7 @@ from fulcrum_core.api import PDInstance, PDService
 from fulcrum_core.ports import NodeDeparture
 from fulcrum_core.values import Phase
 from fulcrum_operator.plan.observed import Observed
-from fulcrum_operator.plan.start_deadlines import EVICTION_WAIT_S, created_at_s
+from fulcrum_operator.plan.start_deadlines import REPLACEMENT_WAIT_S, created_at_s
 
 _MOVING_PHASES = (Phase.SERVING, Phase.DRAINING, Phase.TERMINATING)
 
@@ -51,7 +51,7 @@ def count_moving_at_once(observed: Observed, departing: Iterable[PDInstance]) ->
 def is_creation_overdue(
     observed: Observed, pool: Iterable[PDInstance], departing: tuple[PDInstance, ...]
 ) -> bool:
-    """Whether a drain has waited `EVICTION_WAIT_S` for an instance that should have been created by now.
+    """Whether a drain has waited `REPLACEMENT_WAIT_S` for an instance that should have been created by now.
 
     Args:
         observed: The facts of this reconcile.
@@ -78,4 +78,4 @@ def creation_deadline_s(
             if member.status.phase in _MOVING_PHASES and member.status.phase_since is not None
         ),
     ]
-    return max(steps, default=observed.now_s) + EVICTION_WAIT_S
+    return max(steps, default=observed.now_s) + REPLACEMENT_WAIT_S

@@ -37,6 +37,7 @@ HUB_ENV = (
 """Environment variables of an engine that configure access to the hub."""
 
 _ERROR_LENGTH_MAX = 1024
+_PATH_LENGTH_MAX = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,10 @@ class ModelPlan:
 def model_key(start: LaunchSpec) -> str:
     """Hash of the model's name, its location and the hub settings: different models have different keys."""
     source = start.model_source or ModelSourceSpec()
-    location = (source.pvc, source.host_path, source.path, model_revision(start), source.token_secret)
+    location: list[str | None] = [
+        *(source.pvc, source.host_path, source.path, model_revision(start), source.token_secret),
+        *(field for field in (source.image, source.token_key) if field is not None),
+    ]
     settings = sorted(
         ((v.name, v.value_from.dump() if v.value_from else v.value) for v in hub_env(start)),
         key=lambda setting: setting[0],
@@ -190,8 +194,18 @@ def _describe_location(start: LaunchSpec) -> str:
     source = start.model_source
     if source is None or source.is_at_hub:
         return f"spec.model ({start.model})"
-    fields = (("pvc", source.pvc), ("hostPath", source.host_path), ("path", source.path))
-    return f"spec.modelSource ({', '.join(f'{name}: {value}' for name, value in fields if value)})"
+    fields = (
+        *(("pvc", source.pvc), ("hostPath", source.host_path), ("image", source.image)),
+        ("path", source.path),
+    )
+    named = ", ".join(f"{name}: {_shorten(value)}" for name, value in fields if value)
+    return f"spec.modelSource ({named})"
+
+
+def _shorten(path: str) -> str:
+    """Both ends of a long path, so that there is room for the reason after it."""
+    half = _PATH_LENGTH_MAX // 2
+    return path if len(path) <= _PATH_LENGTH_MAX else f"{path[:half]}…{path[-half:]}"
 
 
 def _config_error(excerpt: Mapping[str, Any]) -> str | None:

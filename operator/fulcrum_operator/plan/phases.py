@@ -96,7 +96,7 @@ class InstanceFacts:
     @property
     def stopping_message(self) -> str:
         """Message while the engine stops for a flip."""
-        return f"drained; its engine stops to serve {self.assigned_role}"
+        return f"drained; its engine is being stopped, to serve {self.assigned_role}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +244,9 @@ def _switching(facts: InstanceFacts) -> PhaseTransition:
         # The flip was withdrawn or rolled back: first stop the engine that was started for the new role.
         if engine is not None:
             return PhaseTransition(
-                facts.phase, EngineAction.STOP, f"its engine stops to serve {facts.current_role} again"
+                facts.phase,
+                EngineAction.STOP,
+                f"its engine is being stopped, to serve {facts.current_role} again",
             )
         return PhaseTransition(
             Phase.STARTING, EngineAction.START, f"its engine restarts to serve {facts.current_role} again"

@@ -68,7 +68,7 @@ class PoolView:
     cannot_start: tuple[PDInstance, ...]
     """New members for which a drain of a node no longer waits."""
     creation_overdue: bool
-    """Whether replacements of `departing`, if any are due, were not created for `EVICTION_WAIT_S`."""
+    """Whether replacements of `departing`, if any are due, were not created for `REPLACEMENT_WAIT_S`."""
     paused: bool
     """Whether `spec.rollout.paused` is set."""
     refused: RefusedRevision | None

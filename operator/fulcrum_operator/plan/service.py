@@ -378,6 +378,7 @@ def _observed_status(
             "phase": transition.phase,
             "phase_since": observed.now_s if entered else before.phase_since,
             "endpoint": endpoint,
+            "node": engine.node if engine else "",
             "identity": facts.identity if facts and endpoint else before.identity,
             "flip_strategy": flip_strategy(observed, instance) if probed and runs else before.flip_strategy,
             "restarts": engine.restarts if engine else before.restarts,

@@ -21,7 +21,24 @@ from fulcrum_core.router_state import RouterState, TierState
 SAMPLE_INTERVAL_S = 5.0
 """Minimum seconds between two samples and between two evaluations: reconciles can run many times a second."""
 REPORT_INTERVAL_S = 30.0
-"""Minimum seconds between two changes of the report."""
+"""Minimum seconds between two changes of the report's figures."""
+REASON_INTERVAL_S = 10.0
+"""Minimum seconds until the reason may change: what holds the SLO back now is named within 15 s."""
+RECENT_S = 15.0
+"""The part by which requests miss now is judged by the misses of this many seconds."""
+_KEEPS_FROM = 0.5
+"""Share of the misses of the leading part from which the part that was named before stays named."""
+_REASONS = {
+    "admission": conditions.MISSED_BY_ADMISSION,
+    "waiting": conditions.MISSED_BY_WAITING,
+    "retries": conditions.MISSED_BY_RETRIES,
+    "prefill_queue": conditions.MISSED_BY_PREFILL_QUEUE,
+    "prefill": conditions.MISSED_BY_PREFILL,
+    "transfer": conditions.MISSED_BY_TRANSFER,
+    "decode_queue": conditions.MISSED_BY_DECODE_QUEUE,
+    "decode": conditions.MISSED_BY_DECODE,
+}
+"""Reason of the condition by the router's name of the latency part."""
 MIN_REQUESTS = 20
 """With fewer requests no attainment is reported: one miss would be more than 5 %."""
 
@@ -95,8 +112,8 @@ def update_window(
 ) -> SloWindow:
     """The window after one reconcile. `router` is None if the router was not queried or did not respond.
 
-    The report changes only when its values do, at most once in `REPORT_INTERVAL_S`; a new objective is
-    evaluated at once.
+    The report changes only when its values do, at most once in `REPORT_INTERVAL_S`, its reason in
+    `REASON_INTERVAL_S`; a new objective is evaluated at once.
     """
     slo = service.spec.slo
     window = replace(
@@ -105,12 +122,15 @@ def update_window(
         sampling_since_s=min(before.sampling_since_s, now_s),
         slo=slo,
     )
-    due_s = max(before.reported_s + REPORT_INTERVAL_S, before.evaluated_s + SAMPLE_INTERVAL_S)
+    due_s = max(before.reported_s + REASON_INTERVAL_S, before.evaluated_s + SAMPLE_INTERVAL_S)
     if now_s < due_s and slo == before.slo:
         return window
     window = replace(window, evaluated_s=now_s)
     report = _judge_window(window, service, now_s)
     if report is None or (report.same_as(before.report) and slo == before.slo):
+        return window
+    same_reason = before.report is not None and before.report.reason == report.reason
+    if same_reason and now_s < before.reported_s + REPORT_INTERVAL_S and slo == before.slo:
         return window
     changed = (
         before.report is not None or report.reason != conditions.NO_TRAFFIC
@@ -160,13 +180,27 @@ def count_misses(samples: Iterable[SloSample]) -> Counter[str]:
     return misses
 
 
-def _describe_misses(samples: Iterable[SloSample]) -> str:
-    """Name the latency part by which most requests missed; nothing without a miss."""
-    misses = count_misses(samples)
+def find_part_of_misses(
+    samples: tuple[SloSample, ...], named_before: str | None, *, now_s: float
+) -> tuple[str, int, int] | None:
+    """The latency part by which most requests miss now, its misses and those of all parts; None: no miss.
+
+    The misses of the last `RECENT_S` count; without any, those of the whole window. `named_before` stays
+    while it has half as many misses as the leading part, so that two equal parts do not alternate.
+    """
+    recent = [sample for sample in samples if sample.at_s >= now_s - RECENT_S]
+    misses = count_misses(recent) or count_misses(samples)
     if not misses:
-        return ""
+        return None
     part = min(misses, key=lambda name: (-misses[name], name))
-    return f"; {misses[part]} of {misses.total()} misses are by {part.replace('_', ' ')}"
+    if named_before is not None and misses[named_before] >= _KEEPS_FROM * misses[part]:
+        part = named_before
+    return part, misses[part], misses.total()
+
+
+def _find_part_of(report: SloReport | None) -> str | None:
+    """The part that the report names."""
+    return next((part for part, reason in _REASONS.items() if report and report.reason == reason), None)
 
 
 def _judge_window(window: SloWindow, service: PDService, now_s: float) -> SloReport | None:
@@ -192,11 +226,20 @@ def _judge_window(window: SloWindow, service: PDService, now_s: float) -> SloRep
         _format_attainment(name, tier_counts, alone=len(judged_tiers) == 1)
         for name, tier_counts in judged_tiers.items()
     )
+    message = f"{figures} in {_format_window(slo)} met TTFT and TPOT; {slo.attainment:g} % are required"
+    reason, found = (
+        conditions.ATTAINED,
+        find_part_of_misses(window.samples, _find_part_of(window.report), now_s=now_s),
+    )
+    if found is not None:
+        part, misses, all_misses = found
+        message += f"; {misses} of {all_misses} recent misses are caused by {part.replace('_', ' ')}"
+    if missed:
+        reason = conditions.MISSED if found is None else _REASONS.get(found[0], conditions.MISSED)
     return SloReport(
         status="False" if missed else "True",
-        reason=conditions.MISSED if missed else conditions.ATTAINED,
-        message=f"{figures} in {_format_window(slo)} met TTFT and TPOT; {slo.attainment:g} % are required"
-        + _describe_misses(window.samples),
+        reason=reason,
+        message=message,
         attainment=total.attainment,
         tiers=_tier_statuses(tiers),
     )
@@ -230,7 +273,7 @@ def no_request_ended(slo: ServiceSloSpec) -> str:
 
 def _tier_statuses(tiers: Mapping[str, SloCounts]) -> tuple[TierStatus, ...]:
     return tuple(
-        TierStatus(name=name, attainment=tier_counts.attainment, offered=tier_counts.ended)
+        TierStatus(name=name, attainment=tier_counts.attainment, ended=tier_counts.ended)
         for name, tier_counts in tiers.items()
     )
 

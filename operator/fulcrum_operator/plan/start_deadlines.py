@@ -1,7 +1,7 @@
 """How long a roll-out and the drain of a node wait for a new instance to serve.
 
 A roll-out waits `SURGE_WAIT_S` for room on a node; then it replaces instances in place: one instance fewer
-serves, within the floors. The drain of a node waits `EVICTION_WAIT_S` for a replacement that cannot start.
+serves, within the floors. The drain of a node waits `REPLACEMENT_WAIT_S` for a replacement that cannot start.
 For any other new instance both wait as long as `progress_timeout_s` says.
 """
 
@@ -16,7 +16,7 @@ from fulcrum_operator.plan.observed import Observed
 
 SURGE_WAIT_S = 120.0
 """Seconds for which a roll-out waits for room, in which a node may be added to the cluster."""
-EVICTION_WAIT_S = 30.0
+REPLACEMENT_WAIT_S = 30.0
 """Seconds for which a drain of a node waits for a replacement that cannot be created, or cannot start."""
 PROGRESS_TIMEOUT_MIN_S = 120.0
 PROGRESS_TIMEOUT_FACTOR = 10
@@ -60,8 +60,8 @@ def find_without_room(observed: Observed, members: Iterable[PDInstance]) -> tupl
 def find_overdue_starts(observed: Observed, members: Iterable[PDInstance]) -> tuple[PDInstance, ...]:
     """Return the new members that should serve by now, for which the drain of a node waits no longer.
 
-    The drain waits `EVICTION_WAIT_S` for a member that has exited or that something keeps from starting, and
-    for any other as long as a roll-out does.
+    The drain waits `REPLACEMENT_WAIT_S` for a member that has exited or that something keeps from starting,
+    and for any other as long as a roll-out does.
     """
     return tuple(member for member in members if observed.now_s >= _serving_deadline_s(observed, member))
 
@@ -92,5 +92,5 @@ def _serving_deadline_s(observed: Observed, member: PDInstance) -> float:
     exited = engine is not None and (engine.restarts > 0 or engine.state is EngineState.EXITED)
     fails = exited or _blocked_start(observed, member) is not None
     return created_at_s(observed, member) + (
-        EVICTION_WAIT_S if fails else progress_timeout_s(observed, member)
+        REPLACEMENT_WAIT_S if fails else progress_timeout_s(observed, member)
     )

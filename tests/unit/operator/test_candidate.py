@@ -1,13 +1,15 @@
 """An operator process is healthy without an API server, and exits when leader election ends."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
 
+from fulcrum_cluster.leader_election import LeaderElector
 from fulcrum_cluster.objects import ObjectKind
 from fulcrum_core.errors import StoreUnavailable
-from fulcrum_operator.__main__ import Candidate, _parser
+from fulcrum_operator.__main__ import Candidate, _parser, make_elector
 from fulcrum_operator.controller.metrics import Metrics
 from tests.waiting import advance
 
@@ -27,10 +29,11 @@ class FailingLeases:
         raise self.failure
 
 
-def candidate(leases: FailingLeases, stop: asyncio.Event, *args: str) -> Candidate:
+def candidate(leases: FailingLeases, stop: asyncio.Event, *more: str) -> Candidate[LeaderElector]:
     cluster: Any = None
     lease: Any = leases
-    return Candidate(cluster, lease, _parser().parse_args([*ARGS, *args]), Metrics(), stop)
+    args = _parser().parse_args([*ARGS, *more])
+    return Candidate(cluster, partial(make_elector, lease, args), args, Metrics(), stop)
 
 
 async def test_a_candidate_without_an_api_server_waits_and_stays_healthy() -> None:

@@ -39,6 +39,20 @@ _log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
+class _KnownPod:
+    """A cached pod and what was derived from it. The cache replaces a pod that changes, and alters none."""
+
+    pod: Object
+    is_engine: bool
+    engine: EngineObservation
+
+    @property
+    def run(self) -> ContainerRun:
+        """Current run of the engine's container; restarts of sidecars do not count."""
+        return ContainerRun(self.pod["metadata"]["uid"], self.engine.restarts)
+
+
+@dataclass(frozen=True, slots=True)
 class _RefusedPod:
     reason: str
     error: str
@@ -77,6 +91,8 @@ class PodRuntime:
         self._stopped_uids: dict[InstanceKey, str] = {}
         """Uids of the pods that were deleted by `stop`."""
         self._pod_uids: dict[InstanceKey, str] = {}
+        self._known_pods: dict[InstanceKey, _KnownPod] = {}
+        """Pods as last derived: each reconcile looks at all pods of its namespace."""
         self._refused_pods: dict[InstanceKey, _RefusedPod] = {}
         self._retries: set[asyncio.Task[None]] = set()
         """References to the running tasks; asyncio itself keeps only weak ones."""
@@ -98,7 +114,7 @@ class PodRuntime:
             _log.info("pod created", pod=key.name, namespace=key.namespace)
         except AlreadyExists:
             pod = await self._refresh(key)
-            if pod is not None and not _is_engine_pod(pod):
+            if pod is not None and not self._known_pod(key, pod).is_engine:
                 error = f"NameTaken: a pod {key.name} exists that Fulcrum did not create"
                 self._record_refusal(key, instance, startup_s, (conditions.NAME_TAKEN, error))
         except (InvalidInput, Forbidden) as error:
@@ -125,12 +141,15 @@ class PodRuntime:
 
     def observe(self, namespace: str) -> tuple[EngineObservation, ...]:
         """See `EngineRuntime`."""
+        listed = {pod["metadata"]["name"]: pod for pod in self._cache.list_objects(POD, namespace)}
         pods = {
-            pod["metadata"]["name"]: pod
-            for pod in self._cache.list_objects(POD, namespace)
-            if _is_engine_pod(pod)
+            name: pod
+            for name, pod in listed.items()
+            if self._known_pod(InstanceKey(namespace, name), pod).is_engine
         }
         self._forget_deleted_pods(namespace, pods)
+        for key in [key for key in self._known_pods if key.namespace == namespace and key.name not in listed]:
+            del self._known_pods[key]
         engines = {
             name: self._observe_engine(InstanceKey(namespace, name), pod) for name, pod in pods.items()
         }
@@ -149,12 +168,12 @@ class PodRuntime:
     def strategy(self, key: InstanceKey) -> FlipStrategy | None:
         """Flip strategy that the role probe found; None if there is no result."""
         pod = self._pod(key)
-        return self._probes.result(_container_run(pod)) if pod is not None else None
+        return self._probes.result(self._known_pod(key, pod).run) if pod is not None else None
 
     def image(self, key: InstanceKey) -> str | None:
         """Image of the engine by digest; None if it does not run."""
         pod = self._pod(key)
-        return observe_pod(pod).image if pod is not None else None
+        return self._known_pod(key, pod).engine.image if pod is not None else None
 
     async def sync_role_label(self, instance: PDInstance) -> None:
         """Write the instance's role into the pod's label, for people; nothing selects by the label."""
@@ -174,41 +193,46 @@ class PodRuntime:
         self._cache.put_object(POD, patched)
 
     def _observe_engine(self, key: InstanceKey, pod: Object) -> EngineObservation:
-        engine = observe_pod(pod, stopped=self._is_stop_requested(key, pod))
-        engine = replace(engine, node_departure=self._departure_of(pod.get("spec", {}).get("nodeName", "")))
+        stopped = self._is_stop_requested(key, pod)
+        engine = observe_pod(pod, stopped=True) if stopped else self._known_pod(key, pod).engine
+        if (departure := self._departure_of(engine.node)) is not None:
+            engine = replace(engine, node_departure=departure)
         if engine.state is not EngineState.RUNNING or engine.terminating or self._is_probed(key, pod):
             return engine
         instance = self._cache.get_resource(PDInstance, key.namespace, key.name)
         if instance is not None and engine.endpoint is not None:
             service = ServiceKey(key.namespace, instance.spec.service)
             self._probes.start(
-                _container_run(pod),
+                self._known_pod(key, pod).run,
                 engine.endpoint,
                 instance.spec.model,
                 on_result=lambda: self._on_change(service),
             )
+        if _has_worked(instance, self._known_pod(key, pod).run):
+            return engine  # the result of an earlier operator was not stored: the CRDs lacked the field
         return replace(engine, state=EngineState.STARTING, message=PROBING)
 
     def _is_probed(self, key: InstanceKey, pod: Object) -> bool:
         """Whether the role probe of this container run has a result, also one of an earlier operator."""
-        run = _container_run(pod)
+        run = self._known_pod(key, pod).run
         if self._probes.result(run) is not None:
             return True
         instance = self._cache.get_resource(PDInstance, key.namespace, key.name)
-        if (
-            instance is None
-            or instance.status.flip_strategy is None
-            or instance.status.phase not in _PHASES_AT_WORK
-        ):
-            return False
-        if instance.status.restarts != run.restarts:
+        if instance is None or instance.status.flip_strategy is None or not _has_worked(instance, run):
             return False
         self._probes.adopt(run, instance.status.flip_strategy)
         return True
 
     def _pod(self, key: InstanceKey) -> Object | None:
         pod = self._cache.get_object(POD, key.namespace, key.name)
-        return pod if pod is not None and _is_engine_pod(pod) else None
+        return pod if pod is not None and self._known_pod(key, pod).is_engine else None
+
+    def _known_pod(self, key: InstanceKey, pod: Object) -> _KnownPod:
+        known = self._known_pods.get(key)
+        if known is None or known.pod is not pod:
+            known = _KnownPod(pod, _is_engine_pod(pod), observe_pod(pod))
+            self._known_pods[key] = known
+        return known
 
     def _is_stop_requested(self, key: InstanceKey, pod: Object) -> bool:
         return bool(self._stopped_uids.get(key) == pod["metadata"]["uid"])
@@ -230,7 +254,7 @@ class PodRuntime:
         except NotFound:
             self._cache.remove(POD, key.namespace, key.name)
             return None
-        if _is_engine_pod(pod):
+        if self._known_pod(key, pod).is_engine:
             self._cache.put_object(POD, pod)
         return pod
 
@@ -269,14 +293,16 @@ class PodRuntime:
             del self._refused_pods[key]
 
 
+def _has_worked(instance: PDInstance | None, run: ContainerRun) -> bool:
+    """Whether this run of the engine is at work by the instance's status: then its roles were probed."""
+    if instance is None or instance.status.phase not in _PHASES_AT_WORK:
+        return False
+    return instance.status.restarts == run.restarts
+
+
 def _is_engine_pod(pod: Object) -> bool:
     """Whether the operator made the pod, by its labels and controller; its PDInstance may be deleted."""
     meta = pod["metadata"]
     labels, owner = meta.get("labels", {}), parse_metadata(pod).controller
     made_by_us = owner is None or owner.kind == PDInstance.kind_name()
     return made_by_us and SERVICE_LABEL in labels and labels.get(INSTANCE_LABEL) == meta["name"]
-
-
-def _container_run(pod: Object) -> ContainerRun:
-    """Current run of the engine's container; restarts of sidecars do not count."""
-    return ContainerRun(pod["metadata"]["uid"], observe_pod(pod).restarts)

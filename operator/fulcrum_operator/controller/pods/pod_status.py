@@ -71,6 +71,7 @@ def observe_pod(pod: Pod, *, stopped: bool = False) -> EngineObservation:
         image=container.get("imageID") or None,
         since_s=parse_time(since) if since else None,
         terminating=terminating,
+        node=pod.get("spec", {}).get("nodeName") or "",
         node_lost=state is EngineState.LOST and _node_is_unreachable(pod),
     )
 

@@ -20,8 +20,8 @@ from fulcrum_operator.engines.vllm.user_args import user_kv_lease_s
 GIB = 2**30
 _CHUNK_BLOCKS = 2
 """LMCache chunk in blocks: large enough to transfer well, small enough that prompts share chunks."""
-_CACHE_GIB, _CPU_CACHE_GIB = 8, 0.25
-"""Default sizes in GiB of an LMCache server's memory tier, next to a GPU engine and next to a CPU engine."""
+_CACHE_BYTES, _CPU_CACHE_BYTES = 8 * GIB, GIB // 4
+"""Default sizes in bytes of an LMCache server's memory tier, next to an engine on GPUs and on CPUs."""
 _PORTS_PER_RANK = 2
 """Ports of an LMCache receiver for each rank: one for the handshake, one for memory allocation."""
 _PROXY_PORT = 7500
@@ -129,12 +129,20 @@ def _lmcache_server(request: LaunchRequest, placement: EnginePlacement, block_si
     }
 
 
+def memory_tier_bytes(request: LaunchRequest) -> int:
+    """Memory of the node that LMCache takes for KV, in bytes."""
+    if request.kv_cache.cpu:
+        return request.kv_cache.cpu
+    if request.kv_transfer.connector is not Connector.NIXL_WITH_LMCACHE:
+        return 0
+    return _CPU_CACHE_BYTES if request.hardware.vendor is Vendor.CPU else _CACHE_BYTES
+
+
 def _server_args(request: LaunchRequest, placement: EnginePlacement, block_size: int) -> tuple[str, ...]:
     cpu = request.hardware.vendor is Vendor.CPU
-    memory = request.kv_cache.cpu / GIB if request.kv_cache.cpu else (_CPU_CACHE_GIB if cpu else _CACHE_GIB)
     return (
         *("--chunk-size", str(_CHUNK_BLOCKS * block_size)),
-        *("--l1-size-gb", f"{memory:g}", "--eviction-policy", "LRU"),
+        *("--l1-size-gb", f"{memory_tier_bytes(request) / GIB:g}", "--eviction-policy", "LRU"),
         *(("--supported-transfer-mode", "engine_driven") if cpu else ()),
         *("--shm-name", _shared_memory_name(placement)),
         *("--http-port", str(placement.cache_http_port)),

@@ -160,20 +160,39 @@ def _model_argument(request: LaunchRequest, placement: EnginePlacement) -> str:
 
 
 def model_folder(source: ModelSourceSpec, placement: EnginePlacement) -> str | None:
-    """Folder of a model on a claim or a path; None for a model at the hub."""
+    """Folder of a model on a claim, on a path or in an image; None for a model at the hub."""
     if source.is_at_hub:
         return None
     return "/".join(filter(None, (placement.model_folder or source.host_path, source.path)))
 
 
 def model_volume(source: ModelSourceSpec, placement: EnginePlacement) -> Volume | None:
-    """Volume of a model on a claim or a path; None if nothing is mounted."""
+    """Volume of a model on a claim, on a path or in an image; None if nothing is mounted."""
     mount = placement.model_folder
+    if source.image is not None:
+        return Volume(name="model", mount=mount, kind="image", source=source.image, read_only=True)
     if source.pvc is not None:
         return Volume(name="model", mount=mount, kind="claim", source=source.pvc, read_only=True)
     if source.host_path is not None and mount:
         return Volume(name="model", mount=mount, kind="path", source=source.host_path, read_only=True)
     return None
+
+
+def _download_folder(source: ModelSourceSpec, placement: EnginePlacement) -> str | None:
+    """Folder for downloads that engines share; None if each engine has its own, or downloads nothing."""
+    if source.downloads is None or not source.is_at_hub:
+        return None
+    return placement.download_folder or source.downloads.host_path
+
+
+def _download_volume(source: ModelSourceSpec, placement: EnginePlacement) -> Volume | None:
+    """Volume of the folder for downloads; None if nothing is mounted."""
+    mount, downloads = placement.download_folder, source.downloads
+    if downloads is None or not mount:
+        return None
+    if downloads.pvc is not None:
+        return Volume(name="downloads", mount=mount, kind="claim", source=downloads.pvc)
+    return Volume(name="downloads", mount=mount, kind="path", source=downloads.host_path or "")
 
 
 def _arguments(request: LaunchRequest, placement: EnginePlacement, settings: VllmSettings) -> Iterator[str]:
@@ -268,8 +287,11 @@ def _environment(request: LaunchRequest, placement: EnginePlacement) -> Iterator
     if request.settings.sleep_mode:
         # The endpoints /sleep and /wake_up exist only in development mode.
         variables.append(LaunchEnvVar("VLLM_SERVER_DEV_MODE", "1"))
-    if request.model_source.token_secret is not None:
-        variables.append(LaunchEnvVar("HF_TOKEN", secret=request.model_source.token_secret))
+    if (folder := _download_folder(request.model_source, placement)) is not None:
+        # The hub's library locks each file below this folder, so that one engine downloads the file.
+        variables.append(LaunchEnvVar("HF_HUB_CACHE", folder))
+    if (token := LaunchEnvVar.hub_token(request.model_source)) is not None:
+        variables.append(token)
     elif _model_argument(request, placement) != request.model:
         variables.append(LaunchEnvVar("HF_HUB_OFFLINE", "1"))
     yield from (variable for variable in variables if variable.name not in user_names)
@@ -296,6 +318,8 @@ def _volumes(
     cache = request.kv_cache
     if (model := model_volume(request.model_source, placement)) is not None:
         yield model
+    if (downloads := _download_volume(request.model_source, placement)) is not None:
+        yield downloads
     yield Volume(
         name="shared-memory", mount="/dev/shm", kind="memory", size_bytes=resources.shared_memory_bytes
     )

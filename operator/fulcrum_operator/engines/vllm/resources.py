@@ -6,14 +6,18 @@ whatever limit a LimitRange has. A pool's template overrides every value.
 
 import math
 
-from fulcrum_core.api.engine import KvCacheSpec
 from fulcrum_core.hardware import Vendor
 from fulcrum_core.models import format_gib, weight_bytes
 from fulcrum_core.models.sizes import GIB
 from fulcrum_operator.engines.launch import Choice, EngineResources
 from fulcrum_operator.engines.launch_request import LaunchRequest
+from fulcrum_operator.engines.vllm.connectors import memory_tier_bytes
 from fulcrum_operator.engines.vllm.settings import VllmSettings
-from fulcrum_operator.engines.vllm.user_args import user_host_bytes, user_kv_cache_bytes
+from fulcrum_operator.engines.vllm.user_args import (
+    user_host_bytes,
+    user_kv_cache_bytes,
+    user_lmcache_bytes,
+)
 
 SHARED_MEMORY_BYTES = 8 * GIB
 """Room in /dev/shm for the queues between the engine's processes, besides LMCache's memory tier."""
@@ -41,7 +45,7 @@ def choose_resources(
 ) -> tuple[EngineResources, tuple[Choice, ...]]:
     """The resources of one instance, and a row with value and reason for each."""
     cores, cores_why = _choose_cores(request)
-    tiers = request.kv_cache.cpu or 0
+    tiers = memory_tier_bytes(request)
     host, host_why = _choose_host_bytes(request, settings)
     shared = SHARED_MEMORY_BYTES + tiers
     temporary, temporary_limit, temporary_why = _choose_temporary_bytes(request)
@@ -61,7 +65,7 @@ def choose_resources(
     return resources, (
         Choice("cpu", f"{cores}, at most {resources.cpu_limit}", cores_why),
         Choice("memory", _range(resources.memory_bytes, resources.memory_limit_bytes), host_why),
-        Choice("sharedMemory", f"at most {format_gib(shared)}", _tier_reason(request.kv_cache)),
+        Choice("sharedMemory", f"at most {format_gib(shared)}", _tier_reason(request, tiers)),
         Choice(
             "ephemeralStorage", _range(resources.storage_bytes, resources.storage_limit_bytes), temporary_why
         ),
@@ -82,8 +86,14 @@ def _choose_cores(request: LaunchRequest) -> tuple[int, str]:
 def _choose_host_bytes(request: LaunchRequest, settings: VllmSettings) -> tuple[int, str]:
     """Memory of the engine's processes in bytes, without LMCache's tier."""
     host, why = _choose_process_bytes(request, settings)
-    offloaded = user_host_bytes(request.args, ranks=request.layout.devices_needed)
-    return (host + offloaded, f"{why}; {format_gib(offloaded)} by engine.args") if offloaded else (host, why)
+    ranks = request.layout.devices_needed
+    by_args = user_host_bytes(request.args, ranks=ranks)
+    by_env, _ = user_lmcache_bytes(request.env, ranks=ranks)
+    if by_args:
+        why = f"{why}; {format_gib(by_args)} by engine.args"
+    if by_env:
+        why = f"{why}; {format_gib(by_env)} by engine.env"
+    return host + by_args + by_env, why
 
 
 def _choose_process_bytes(request: LaunchRequest, settings: VllmSettings) -> tuple[int, str]:
@@ -95,25 +105,31 @@ def _choose_process_bytes(request: LaunchRequest, settings: VllmSettings) -> tup
     host = _BASE_BYTES + _RANK_BYTES * request.layout.devices_needed
     if request.settings.sleep_mode:
         return host + weights, "the processes, and the weights while the engine sleeps"
-    return host, "the processes; kvCache.cpu is added" if request.kv_cache.cpu else "the processes"
+    tiers = memory_tier_bytes(request)
+    return host, f"the processes; {format_gib(tiers)} for KV are added" if tiers else "the processes"
 
 
 def _choose_temporary_bytes(request: LaunchRequest) -> tuple[int, int | None, str]:
     """Expected and largest size of /tmp in bytes; no largest size if the size of a download is not known."""
     on_cpu = request.hardware.vendor is Vendor.CPU
-    cache = _CPU_CACHE_BYTES if on_cpu else _CACHE_REQUEST_BYTES
-    limit = _CPU_CACHE_BYTES if on_cpu else _CACHE_LIMIT_BYTES
+    _, kv = user_lmcache_bytes(request.env, ranks=request.layout.devices_needed)
+    cache = kv + (_CPU_CACHE_BYTES if on_cpu else _CACHE_REQUEST_BYTES)
+    limit = kv + (_CPU_CACHE_BYTES if on_cpu else _CACHE_LIMIT_BYTES)
     if not request.model_source.is_at_hub:
         return cache, limit, "caches; the model is mounted"
+    if request.model_source.downloads is not None:
+        return cache, limit, "caches; the model is downloaded to modelSource.downloads"
     if request.facts is None:
         return cache, None, "caches; no limit, because the size of the model to download is not known"
     download = math.ceil(weight_bytes(request.facts) * _DOWNLOAD_FACTOR)
     return cache + download, limit + download, f"caches, and a download of {format_gib(download)}"
 
 
-def _tier_reason(cache: KvCacheSpec) -> str:
+def _tier_reason(request: LaunchRequest, tiers: int) -> str:
     base = f"{format_gib(SHARED_MEMORY_BYTES)} for queues between processes"
-    return f"{base}, and kvCache.cpu" if cache.cpu else base
+    if not tiers:
+        return base
+    return f"{base}, and kvCache.cpu" if request.kv_cache.cpu else f"{base}, and {format_gib(tiers)} for KV"
 
 
 def _range(low: int, high: int | None) -> str:

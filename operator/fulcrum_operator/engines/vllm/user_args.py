@@ -30,6 +30,9 @@ _HOST_GIB = "--kv-offloading-size"
 """Options that take memory of the node, in GiB: for each rank, and for all ranks together."""
 _KV_CACHE_BYTES, _KV_CACHE_GIB_VARIABLE = "--kv-cache-memory-bytes", "VLLM_CPU_KVCACHE_SPACE"
 """Size of the KV cache, which on CPUs is memory of the node; the option goes before the variable."""
+_LMCACHE_MEMORY_VARIABLE = "LMCACHE_MAX_LOCAL_CPU_SIZE"
+_LMCACHE_DISK_VARIABLE, _LMCACHE_DISK_SIZE_VARIABLE = "LMCACHE_LOCAL_DISK", "LMCACHE_MAX_LOCAL_DISK_SIZE"
+"""Sizes in GiB of the tiers of LMCache inside the engine, for each rank, and the folder of the disk tier."""
 _HOST_GIB_MAX = 65_536.0
 _DIGITS_MAX = 9
 """Longer numbers are invalid for the engine and for the fields of EngineIdentitySpec."""
@@ -79,6 +82,15 @@ def user_kv_cache_bytes(args: Sequence[str], env: Iterable[EnvVar]) -> int | Non
     values = [variable.value for variable in env if variable.name == _KV_CACHE_GIB_VARIABLE]
     size = _parse_size(values[-1]) if values else None
     return None if size is None else math.ceil(size * GIB)
+
+
+def user_lmcache_bytes(env: Iterable[EnvVar], *, ranks: int) -> tuple[int, int]:
+    """Bytes of memory and of /tmp that variables give to LMCache inside the engine, of all ranks together."""
+    values = {variable.name: variable.value for variable in env}
+    memory = _parse_size(values.get(_LMCACHE_MEMORY_VARIABLE, "")) or 0.0
+    in_tmp = values.get(_LMCACHE_DISK_VARIABLE, "").removeprefix("file://").startswith("/tmp/")
+    disk = _parse_size(values.get(_LMCACHE_DISK_SIZE_VARIABLE, "")) if in_tmp else None
+    return math.ceil(memory * ranks * GIB), math.ceil((disk or 0.0) * ranks * GIB)
 
 
 def _parse_size(text: str) -> float | None:

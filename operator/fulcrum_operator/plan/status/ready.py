@@ -59,5 +59,5 @@ def _too_few(
             conditions.FLOORS_TOO_HIGH,
             f"{desired_replicas} instances cannot satisfy the floors of {floor_text}",
         )
-    shortfalls = [f"{counts[role]} of at least {floors.for_role(role)} {role}" for role in missing]
+    shortfalls = [f"{counts[role]} of {floors.for_role(role)} needed {role} instances" for role in missing]
     return conditions.TOO_FEW_INSTANCES, f"{' and '.join(shortfalls)} serve; waiting for more"

@@ -53,7 +53,8 @@ def _find_matched_twice(tiers: Iterable[QoSTier]) -> Iterator[str]:
             first = owners.setdefault(subject, tier.metadata.name)
             if first != tier.metadata.name:
                 kind, name = subject
-                yield f"tiers {first} and {tier.metadata.name} match the {kind} {name}: {first} counts"
+                pair = f"tiers {first} and {tier.metadata.name}"
+                yield f"{pair} both match the {kind} {name}: tier {first} is used"
 
 
 def _find_access_problems(service: PDService, router: RouterState | None) -> Iterator[str]:

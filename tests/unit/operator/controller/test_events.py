@@ -17,6 +17,7 @@ from fulcrum_operator.controller.events import (
     Reported,
     derive_events,
     event_name,
+    instance_failed,
     remember_reported,
     scaled,
 )
@@ -378,6 +379,16 @@ async def test_an_events_involved_object_is_the_service(under_test: RecorderUnde
         "u-service",
         "pool chat-flex scaled from 2 to 4 instances",
     )
+
+
+async def test_an_event_of_an_instance_is_shown_at_the_instance_too(under_test: RecorderUnderTest) -> None:
+    failed = instance_failed("chat-1", "its engine ended")
+    await under_test.recorder.record(OBSERVED.service.metadata, [failed, failed], OBSERVED.instances)
+    about = [
+        (event["involvedObject"]["kind"], event["involvedObject"]["name"], event["count"])
+        for event in under_test.objects.events.values()
+    ]
+    assert about == [("PDService", "chat", 2), ("PDInstance", "chat-1", 2)]
 
 
 async def test_a_service_is_limited_to_a_burst_of_25_events(under_test: RecorderUnderTest) -> None:

@@ -242,3 +242,38 @@ async def test_an_engine_on_a_departing_node_is_observed_as_such(under_test: Run
     before = [engine.node_departure for engine in under_test.runtime.observe("default")]
     cordon = under_test.departures["n1"] = NodeDeparture("cordoned", 1.0, is_certain=False)
     assert (before, [e.node_departure for e in under_test.runtime.observe("default")]) == ([None], [cordon])
+
+
+async def test_an_engine_is_observed_again_only_if_its_pod_changed(under_test: RuntimeUnderTest) -> None:
+    """Each reconcile observes all pods of its namespace, and most of them did not change."""
+    await under_test.start()
+    under_test.ready()
+    under_test.runtime.observe("default")
+    await advance(1.0)
+    first, again = under_test.runtime.observe("default"), under_test.runtime.observe("default")
+    assert all(one is other for one, other in zip(first, again, strict=True))
+    under_test.ready(restarts=1)
+    (changed,) = under_test.runtime.observe("default")
+    assert (first[0].restarts, changed.restarts) == (0, 1)
+
+
+async def test_an_engine_at_work_stays_at_work_if_crds_did_not_store_how_it_flips(
+    under_test: RuntimeUnderTest,
+) -> None:
+    """Otherwise each start of an operator on such CRDs would take every instance out of service."""
+    await under_test.start()
+    under_test.ready()
+    under_test.put(instance("chat-0", Phase.SERVING))
+    assert under_test.states() == [(EngineState.RUNNING, "")]
+    await advance(1.0)
+    assert under_test.runtime.strategy(KEY) is FlipStrategy.RELABEL
+
+
+async def test_an_engine_that_restarted_meanwhile_is_probed_before_it_works(
+    under_test: RuntimeUnderTest,
+) -> None:
+    await under_test.start()
+    under_test.ready(restarts=1)
+    under_test.put(instance("chat-0", Phase.SERVING))
+    assert under_test.states() == [(EngineState.STARTING, PROBING)]
+    await under_test.probes.aclose()

@@ -270,7 +270,8 @@ TABLE: list[tuple[str, Pod, dict[str, Any]]] = [
     ("observed_pod", "expected"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
 )
 def test_the_engine_is_observed_from_the_pods_status(observed_pod: Pod, expected: dict[str, Any]) -> None:
-    fields = {"name": "chat-0", "restarts": 0, **expected}
+    node = observed_pod["spec"].get("nodeName", "")
+    fields = {"name": "chat-0", "restarts": 0, "node": node, **expected}
     assert observe_pod(observed_pod) == EngineObservation(**fields)
 
 

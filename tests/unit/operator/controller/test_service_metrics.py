@@ -50,6 +50,7 @@ def test_a_service_is_shown_by_conditions_objective_and_phases() -> None:
         ("slo_objective_ratio", ""): 0.99,
         ("instances", "Serving"): 1.0,
         ("instances", "Draining"): 2.0,
+        ("devices", "chat-flex"): 3.0,
         ("longest_phase_seconds", "Draining"): 120.0,
     }
 

@@ -60,6 +60,12 @@ def test_a_model_at_the_hub_adds_its_download_to_the_storage() -> None:
     assert downloaded.temporary_limit_bytes >= 20 * GIB + weights
 
 
+def test_a_shared_folder_for_downloads_takes_nothing_from_the_pods_storage() -> None:
+    shared = ModelSourceSpec.model_validate({"downloads": {"pvc": "models"}})
+    mounted = resources(make_launch_request(model_source=MOUNTED))
+    assert resources(make_launch_request(model_source=shared)) == mounted
+
+
 def test_the_download_of_an_unknown_model_has_no_limit() -> None:
     unknown = resources(replace(make_launch_request(), facts=None))
     assert (unknown.storage_limit_bytes, unknown.temporary_limit_bytes) == (None, None)
@@ -116,6 +122,47 @@ def test_memory_that_arguments_take_from_the_node_is_requested(args: tuple[str, 
     given = resources(make_launch_request(model_source=MOUNTED, devices=2, args=args))
     more = given.memory_bytes - plain.memory_bytes, given.memory_limit_bytes - plain.memory_limit_bytes
     assert more == (gib * GIB, 2 * gib * GIB)
+
+
+def test_the_default_memory_tier_of_an_lmcache_server_is_requested() -> None:
+    plain = resources(make_launch_request(model_source=MOUNTED))
+    cached = resources(make_launch_request(model_source=MOUNTED, kv_transfer=TIERS["kv_transfer"]))
+    assert (
+        cached.memory_bytes - plain.memory_bytes,
+        cached.shared_memory_bytes - plain.shared_memory_bytes,
+    ) == (8 * GIB, 8 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("variables", "memory", "storage"),
+    [
+        pytest.param({"LMCACHE_MAX_LOCAL_CPU_SIZE": "20"}, 40, 0, id="memory of both ranks"),
+        pytest.param({"LMCACHE_MAX_LOCAL_CPU_SIZE": "much"}, 0, 0, id="no number"),
+        pytest.param(
+            {"LMCACHE_LOCAL_DISK": "file:///tmp/kv", "LMCACHE_MAX_LOCAL_DISK_SIZE": "50"},
+            0,
+            100,
+            id="in /tmp",
+        ),
+        pytest.param(
+            {"LMCACHE_LOCAL_DISK": "file:///scratch", "LMCACHE_MAX_LOCAL_DISK_SIZE": "50"},
+            *(0, 0),
+            id="on a volume of the template",
+        ),
+    ],
+)
+def test_what_variables_of_lmcache_take_from_the_node_is_requested(
+    variables: dict[str, str], memory: int, storage: int
+) -> None:
+    env = tuple(EnvVar(name=name, value=value) for name, value in variables.items())
+    plain = resources(make_launch_request(model_source=MOUNTED, devices=2))
+    given = resources(make_launch_request(model_source=MOUNTED, devices=2, env=env))
+    assert (
+        given.memory_bytes - plain.memory_bytes,
+        given.memory_limit_bytes - plain.memory_limit_bytes,
+        given.storage_bytes - plain.storage_bytes,
+        (given.temporary_limit_bytes or 0) - (plain.temporary_limit_bytes or 0),
+    ) == (memory * GIB, 2 * memory * GIB, storage * GIB, storage * GIB)
 
 
 @pytest.mark.parametrize(

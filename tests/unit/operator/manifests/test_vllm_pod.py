@@ -189,6 +189,50 @@ def test_only_engines_of_the_service_reach_the_transfer_ports_of_a_vllm_engine()
     assert peers == {"from": [{"podSelector": selector}]}
 
 
+def mounted(spec: dict[str, Any]) -> dict[str, Any]:
+    """Source of the volume at each mount point of the pod's container, but of those that every pod has."""
+    sources = {volume.pop("name"): volume for volume in spec.get("volumes", ())}
+    mounts = spec["containers"][0]["volumeMounts"]
+    return {
+        each["mountPath"]: (sources[each["name"]], each.get("readOnly", False))
+        for each in mounts
+        if each["name"] not in ("tmp", "shared-memory")
+    }
+
+
+def test_a_model_in_an_image_is_mounted_by_engines_and_the_model_reader() -> None:
+    owner = service(modelSource={"image": "registry.example/llama@sha256:01", "path": "llama"})
+    engine = engine_pod(instance(owner), owner, SETTINGS, startup_s=1.0)["spec"]
+    image = {"image": {"reference": "registry.example/llama@sha256:01", "pullPolicy": "IfNotPresent"}}
+    assert mounted(engine) == mounted(reader(owner)) == {"/models": (image, True)}
+    assert engine["containers"][0]["args"][0] == "/models/llama"
+    assert reader(owner)["containers"][0]["args"] == ["--folder", "/models/llama"]
+
+
+@pytest.mark.parametrize(
+    ("downloads", "volume"),
+    [
+        ({"pvc": "models"}, {"persistentVolumeClaim": {"claimName": "models", "readOnly": False}}),
+        ({"hostPath": "/data/hub"}, {"hostPath": {"path": "/data/hub", "type": "Directory"}}),
+    ],
+    ids=["one download in total", "one download on each node"],
+)
+def test_engines_share_a_folder_for_downloads(downloads: dict[str, Any], volume: dict[str, Any]) -> None:
+    owner = service(modelSource={"downloads": downloads})
+    pod = engine_pod(instance(owner), owner, SETTINGS, startup_s=1.0)["spec"]
+    env = {each["name"]: each.get("value") for each in pod["containers"][0]["env"]}
+    assert pod["containers"][0]["args"][0] == "acme/model"
+    assert (mounted(pod), env["HF_HUB_CACHE"]) == ({"/var/cache/hub": (volume, False)}, "/var/cache/hub")
+    assert "HF_HUB_OFFLINE" not in env
+
+
+def test_the_key_of_the_hub_token_can_be_chosen() -> None:
+    owner = service(modelSource={"tokenSecret": "hub", "tokenKey": "read"})
+    source = {"secretKeyRef": {"name": "hub", "key": "read"}}
+    for pod in (container(owner), reader(owner)["containers"][0]):
+        assert {"name": "HF_TOKEN", "valueFrom": source} in pod["env"]
+
+
 def reader(owner: PDService) -> dict[str, Any]:
     read = ModelReadRequest(instance(owner).spec.launch_spec, "key", 1)
     spec: dict[str, Any] = model_reader_pod(read, owner, SETTINGS)["spec"]

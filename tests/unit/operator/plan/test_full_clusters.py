@@ -6,7 +6,7 @@ import pytest
 
 from fulcrum_core.values import Phase
 from fulcrum_operator.plan.instance_state import revision_of
-from fulcrum_operator.plan.start_deadlines import EVICTION_WAIT_S, PROGRESS_TIMEOUT_MIN_S, SURGE_WAIT_S
+from fulcrum_operator.plan.start_deadlines import PROGRESS_TIMEOUT_MIN_S, REPLACEMENT_WAIT_S, SURGE_WAIT_S
 from tests.properties.simulated_service import SimulatedService, make_settled_service
 
 STEP_S = 2.0
@@ -105,15 +105,15 @@ def test_a_node_without_a_replacement_is_drained_after_a_while(instances: int) -
     assert fleet.cordoned == {}
     assert serving(fleet) == instances - len(on_node)
     if instances < 3:
-        assert {count for count, _ in seen[: int(EVICTION_WAIT_S / STEP_S) - 1]} == {instances}
+        assert {count for count, _ in seen[: int(REPLACEMENT_WAIT_S / STEP_S) - 1]} == {instances}
         assert "EvictionAllowed" in {reason for _, reason in seen}
 
 
 @pytest.mark.parametrize(
     ("fault", "wait_s"),
     [
-        pytest.param("starts_fail", EVICTION_WAIT_S, id="it crash-loops"),
-        pytest.param("refuses_instances", EVICTION_WAIT_S, id="it cannot be created"),
+        pytest.param("starts_fail", REPLACEMENT_WAIT_S, id="it crash-loops"),
+        pytest.param("refuses_instances", REPLACEMENT_WAIT_S, id="it cannot be created"),
         pytest.param("starts_hang", PROGRESS_TIMEOUT_MIN_S, id="it starts for ever"),
     ],
 )
@@ -137,7 +137,7 @@ def test_the_condition_says_that_no_instance_can_be_created() -> None:
     fleet = make_settled_service({"instances": 2})
     fleet.refuses_instances = True
     fleet.cordon("chat-0")
-    run(fleet, EVICTION_WAIT_S + STEP_S)
+    run(fleet, REPLACEMENT_WAIT_S + STEP_S)
     assert progressing(fleet)[1].split("; ")[0] == (
         "chat-0 on nodes to be drained (cordoned): no new instance can be created instead, "
         "so an eviction may take one away"

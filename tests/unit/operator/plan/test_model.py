@@ -172,6 +172,16 @@ def test_unreadable_model_does_not_delay_instances(attempt: ModelReadAttempt, wh
         pytest.param(
             {"hostPath": "/srv", "path": "lama"}, "spec.modelSource (hostPath: /srv, path: lama)", id="node"
         ),
+        pytest.param(
+            {"image": "registry.example/lama:1"},
+            "spec.modelSource (image: registry.example/lama:1)",
+            id="image",
+        ),
+        pytest.param(
+            {"hostPath": f"/{'a' * 1023}", "path": "b" * 1024},
+            f"spec.modelSource (hostPath: /{'a' * 99}…{'a' * 100}, path: {'b' * 100}…{'b' * 100})",
+            id="long paths leave room for the reason",
+        ),
     ],
 )
 def test_error_begins_with_the_users_field_and_its_value(source: dict[str, Any], location: str) -> None:
@@ -267,7 +277,9 @@ def test_new_model_is_read_before_its_rollout_starts() -> None:
         {"modelSource": {"pvc": "models"}},
         {"modelSource": {"revision": "v2"}},
         {"engine": {"type": "vLLM", "args": ["--revision", "v2"]}},
+        {"modelSource": {"image": "registry.example/lama:1"}},
         {"modelSource": {"tokenSecret": "hub"}},
+        {"modelSource": {"tokenSecret": "hub", "tokenKey": "read"}},
         {"engine": {"type": "vLLM", "env": [{"name": "HF_ENDPOINT", "value": "http://mirror"}]}},
     ],
     ids=str,
@@ -283,6 +295,7 @@ def test_model_key_changes_with_name_location_and_hub(change: dict[str, Any]) ->
         {"engine": {"type": "vLLM", "env": [{"name": "UCX_TLS", "value": "tcp"}]}},
         {"modelSource": {"maxLength": 4096}},
         {"modelSource": {"servedName": "m"}},
+        {"modelSource": {"downloads": {"pvc": "models"}}},
     ],
     ids=str,
 )

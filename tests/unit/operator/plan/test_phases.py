@@ -172,7 +172,7 @@ SWITCH_DEADLINE_S = NOW_S - 10 + SWITCH_TIMEOUT_MIN_S
             PhaseTransition(
                 Phase.DRAINING,
                 STOP_DRAINED,
-                "drained; its engine stops to serve Decode",
+                "drained; its engine is being stopped, to serve Decode",
                 reason=DRAINED,
             ),
             id="drained, its engine ends",
@@ -229,7 +229,7 @@ SWITCH_DEADLINE_S = NOW_S - 10 + SWITCH_TIMEOUT_MIN_S
         ),
         pytest.param(
             restart_flip(Phase.VERIFYING, assigned_role=P),
-            PhaseTransition(Phase.VERIFYING, STOP, "its engine stops to serve Prefill again"),
+            PhaseTransition(Phase.VERIFYING, STOP, "its engine is being stopped, to serve Prefill again"),
             id="after a rollback the engine of the new role stops",
         ),
         pytest.param(

@@ -187,7 +187,7 @@ def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
         pytest.param(
             settled({"chat-0": P, "chat-1": D}, engines=engines(["chat-0", "chat-1"], chat_0=STARTING)),
             "Ready",
-            ("False", "TooFewInstances", "0 of at least 1 Prefill serve; waiting for more"),
+            ("False", "TooFewInstances", "0 of 1 needed Prefill instances serve; waiting for more"),
             id="a role below its floor",
         ),
         pytest.param(
@@ -233,13 +233,14 @@ def test_a_dead_engine_loses_its_endpoint_and_its_role() -> None:
 
 
 def test_a_restarted_engine_serves_at_its_new_endpoint() -> None:
-    again = engine("chat-1", restarts=1, endpoint="127.0.0.1:9999")
+    again = engine("chat-1", restarts=1, endpoint="127.0.0.1:9999", node="n2")
     status = objects_of_kind(
         plan_service(settled(FOUR, engines={**engines(FOUR), "chat-1": again})), PDInstance
     )["chat-1"].status
-    assert (status.phase, status.endpoint, status.restarts, status.role) == (
+    assert (status.phase, status.endpoint, status.node, status.restarts, status.role) == (
         Phase.SERVING,
         "127.0.0.1:9999",
+        "n2",
         1,
         P,
     )

@@ -53,8 +53,8 @@ def named(*names: str, auth: dict[str, Any] | None = None) -> PDService:
             (
                 "False",
                 "TenantMatchedTwice",
-                "tiers gold and free match the tenant a: gold counts; "
-                "tiers gold and free match the key a/x: gold counts",
+                "tiers gold and free both match the tenant a: tier gold is used; "
+                "tiers gold and free both match the key a/x: tier gold is used",
             ),
             id="a tenant and a key of two tiers",
         ),
