@@ -62,7 +62,7 @@ def play(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Replay a recorded workload: a file of ours, Azure, BurstGPT, Mooncake or ServeGen."
+            help="Replay a recorded workload: our CSV, Azure, BurstGPT, Mooncake, Qwen Bailian or ServeGen."
         ),
     ] = None,
     speed: Annotated[float, typer.Option(help="Replay the recording this many times faster.")] = 1.0,
@@ -81,6 +81,9 @@ def play(
         Path | None, typer.Option("-f", "--file", help="Manifest to run instead of the shipped one.")
     ] = None,
     headless: Annotated[bool, typer.Option("--headless", help="Do not show the live view.")] = False,
+    web: Annotated[
+        bool, typer.Option("--web", help="Show the live view in the browser; prints the page's address.")
+    ] = False,
     json: Annotated[
         Path | None, typer.Option(help="Write the figures of the run to this file as JSON.")
     ] = None,
@@ -98,7 +101,8 @@ def play(
 
     options = parse_options(
         load=load, trace=trace, speed=speed, scale=scale, mode=mode, duration=duration, seed=seed, port=port,
-        file=file, headless=headless, json=json, kill_every=kill_every, flips=flips, snapshot=snapshot,
+        file=file, headless=headless, web=web, json=json, kill_every=kill_every, flips=flips,
+        snapshot=snapshot,
     )  # fmt: skip
     raise typer.Exit(run(options))
 
@@ -119,13 +123,20 @@ def up(
         ),
     ] = None,
     port: Annotated[int, typer.Option(help="Port for clients; 0 means any free port.")] = 8000,
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder in the place of the Secret that spec.router.auth.apiKeys names: a file of SHA-256 "
+            "digests for each tenant."
+        ),
+    ] = None,
 ) -> None:
     """Run the service of a manifest until Ctrl-C."""
     from fulcrum_cli.commands.up import run
 
     if not local:
         raise InvalidInput("--local", "not given", "is required: `up` starts local services only")
-    run(file, engine=engine, port=port)
+    run(file, engine=engine, port=port, api_keys=api_keys)
 
 
 @app.command()
@@ -167,7 +178,7 @@ def bounds(
 
     run(
         trace, instances=instances, profile=profile, slo_ttft=slo_ttft, slo_tpot=slo_tpot,
-        attainment=attainment, resplit=resplit, prefix_cache=prefix_cache, output=output,
+        attainment_percent=attainment, resplit=resplit, prefix_cache=prefix_cache, output=output,
     )  # fmt: skip
 
 
@@ -175,7 +186,7 @@ def bounds(
 def simulate(
     trace: Annotated[
         Path | None,
-        typer.Option(help="Recorded workload: a file of ours, Azure, BurstGPT, Mooncake or ServeGen."),
+        typer.Option(help="Recorded workload: our CSV, Azure, BurstGPT, Mooncake, Qwen Bailian or ServeGen."),
     ] = None,
     load: Annotated[
         str | None, typer.Option(help="Generated workload instead of a recorded one, e.g. phases-200s.")
@@ -276,6 +287,21 @@ def status(
 
 
 @app.command()
+def web(
+    service: ServiceArgument = None,
+    port: Annotated[int, typer.Option(help="Port of the page on this machine; 0 means any free port.")] = 0,
+    kubeconfig: KubeconfigOption = None,
+    context: ContextOption = None,
+    namespace: NamespaceOption = None,
+) -> None:
+    """Show a service live in the browser: roles, requests, queues, latencies and decisions."""
+    from fulcrum_cli.commands.web import run
+    from fulcrum_cli.target.selection import make_target_options
+
+    run(make_target_options(kubeconfig, context, namespace), service, port=port)
+
+
+@app.command()
 def flip(
     instance: InstanceArgument,
     to: Annotated[str, typer.Option(help="New role: prefill or decode.")],
@@ -290,7 +316,7 @@ def flip(
     context: ContextOption = None,
     namespace: NamespaceOption = None,
 ) -> None:
-    """Change the role of an instance. Role floors still apply."""
+    """Change the role of an instance. It is refused if a role would fall below its floor."""
     from fulcrum_cli.commands.flip import run
     from fulcrum_cli.target.selection import make_target_options
 

@@ -1,4 +1,7 @@
-"""`fulcrum bounds`: shows which rates of a recorded workload no scheduler can exceed. Nothing is started."""
+"""`fulcrum bounds`: shows which rates of a recorded workload no scheduler can exceed.
+
+It also shows rates that named disciplines reach. Nothing is started.
+"""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +32,7 @@ from fulcrum_simulator.workload import (
     load_recording,
 )
 
-_FLUID, _HEAVIEST_DROPPED, _BURSTS = "fluid work", "heaviest dropped", ("prefill burst", "decode burst")
+_FLUID, _HEAVIEST_REFUSED, _BURSTS = "fluid work", "heaviest refused", ("prefill burst", "decode burst")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class _Row:
     meaning: str
 
     def dump(self) -> dict[str, Any]:
-        """Return the row for programs; its rate is null if no rate is too high."""
+        """Return the row for programs; its rate is null if there is no limit."""
         rate_rps = self.rate_rps if math.isfinite(self.rate_rps) else None
         return {"name": self.name, "ratePerSecond": rate_rps, "meaning": self.meaning}
 
@@ -51,32 +54,49 @@ def run(
     profile: str,
     slo_ttft: str,
     slo_tpot: str,
-    attainment: float,
+    attainment_percent: float,
     resplit: str | None,
     prefix_cache: bool,
     output: str | None,
 ) -> None:
     """Print the bounds and references of the workload as a table or a document.
 
+    Args:
+        trace: recorded workload.
+        instances: number of instances.
+        profile: engine profile.
+        slo_ttft: TTFT objective.
+        slo_tpot: TPOT objective.
+        attainment_percent: percentage of requests that must meet both, above 0 to 100.
+        resplit: interval at which the split may change; None: no rows for splits.
+        prefix_cache: leave out prompt tokens that a cache would serve.
+        output: output format; None: a table.
+
     Raises:
         InvalidInput: for an option or a file that breaks a rule.
     """
     output_format = None if output is None else parse_choice("--output", output, OutputFormat)
     fleet = _make_fleet(instances, profile, slo_ttft=slo_ttft, slo_tpot=slo_tpot)
-    if not 0 < attainment <= 100:
-        raise InvalidInput("--attainment", attainment, "must be above 0 and at most 100")
+    if not 0 < attainment_percent <= 100:
+        raise InvalidInput("--attainment", attainment_percent, "must be above 0 and at most 100")
     interval_s = parse_duration_s("--resplit", resplit)
     recording = load_recording(trace)
     if prefix_cache:
         recording = replace(recording, requests=tuple(leave_out_prefix_hits(recording.requests)))
     requests = recording.requests
-    rows = _compute_rows(requests, fleet, attainment=attainment / 100)
+    rows = _compute_rows(requests, fleet, attainment=attainment_percent / 100)
     if interval_s is not None:
-        rows += _compute_split_rows(requests, fleet, attainment=attainment / 100, interval_s=interval_s)
+        rows += _compute_split_rows(
+            requests, fleet, attainment=attainment_percent / 100, interval_s=interval_s
+        )
     if output_format is None:
-        print("\n".join(_format_table(rows, recording, fleet, attainment=attainment)))
+        print("\n".join(_format_table(rows, recording, fleet, attainment_percent=attainment_percent)))
     else:
-        print(render_document(_dump(rows, recording, fleet, attainment=attainment), output_format))
+        print(
+            render_document(
+                _dump(rows, recording, fleet, attainment_percent=attainment_percent), output_format
+            )
+        )
 
 
 def _make_fleet(instances: int, profile: str, *, slo_ttft: str, slo_tpot: str) -> UniformFleet:
@@ -92,7 +112,7 @@ def _compute_rows(
     return (
         _Row(_FLUID, compute_fluid_rate(requests, fleet), "all requests served: the work fits the instances"),
         _Row(
-            _HEAVIEST_DROPPED,
+            _HEAVIEST_REFUSED,
             compute_metric_rate(requests, fleet, attainment=attainment),
             "the heaviest requests refused: the work of the others fits the instances",
         ),
@@ -135,14 +155,15 @@ def _compute_split_rows(
 
 
 def _format_table(
-    rows: Sequence[_Row], recording: Recording, fleet: UniformFleet, *, attainment: float
+    rows: Sequence[_Row], recording: Recording, fleet: UniformFleet, *, attainment_percent: float
 ) -> list[str]:
     slo, requests = fleet.slo, recording.requests
     failed = f", {recording.failed:,} that failed left out" if recording.failed else ""
     return [
         f"{len(requests):,} requests{failed} ({recording.layout} layout), "
         f"{mean_rate(requests):.3g} a second as recorded; {fleet.instances} × {fleet.profile.name}",
-        f"{attainment:g} % within TTFT {format_seconds(slo.ttft_s)} and TPOT {format_seconds(slo.tpot_s)}",
+        f"{attainment_percent:g} % within TTFT {format_seconds(slo.ttft_s)} "
+        f"and TPOT {format_seconds(slo.tpot_s)}",
         "",
         *format_columns(
             ("RATE OF", "REQUESTS/S", "WHAT LIMITS"),
@@ -150,7 +171,7 @@ def _format_table(
         ),
         "",
         f"highest rate if all are served: {_format_rate(_lowest(rows, _FLUID, *_BURSTS))}; "
-        f"if some may be refused: {_format_rate(_lowest(rows, _HEAVIEST_DROPPED, *_BURSTS))}",
+        f"if some may be refused: {_format_rate(_lowest(rows, _HEAVIEST_REFUSED, *_BURSTS))}",
     ]
 
 
@@ -163,7 +184,7 @@ def _format_rate(rate_rps: float) -> str:
 
 
 def _dump(
-    rows: Sequence[_Row], recording: Recording, fleet: UniformFleet, *, attainment: float
+    rows: Sequence[_Row], recording: Recording, fleet: UniformFleet, *, attainment_percent: float
 ) -> dict[str, Any]:
     return {
         "workload": {
@@ -175,6 +196,6 @@ def _dump(
         "instances": fleet.instances,
         "profile": fleet.profile.name,
         "slo": {"ttftSeconds": fleet.slo.ttft_s, "tpotSeconds": fleet.slo.tpot_s},
-        "attainmentPercent": attainment,
+        "attainmentPercent": attainment_percent,
         "bounds": [row.dump() for row in rows],
     }

@@ -1,6 +1,7 @@
-"""`fulcrum plan`: shows what a manifest would start, and why, before it is applied.
+"""`fulcrum plan`: shows which engines a manifest would start in a cluster, and why, before it is applied.
 
-It only reads files. Everything that depends on the model needs its config.json, and is left out without it.
+It only reads files and contacts no cluster. What depends on the model needs its config.json, and is left out
+without it. Of a service with simulated engines only the profile's name is checked: no engine is planned.
 """
 
 from pathlib import Path
@@ -22,7 +23,11 @@ from fulcrum_operator.plan.pools import desired_pools
 
 
 def run(file: Path, *, model_config: Path | None, output: str | None) -> int:
-    """Print the plan of each service of the manifest; return 1 if one cannot work, else 0."""
+    """Print the plan of each service of the manifest; return 1 if one cannot work, else 0.
+
+    Raises:
+        InvalidInput: for an option, the manifest or a model that breaks a rule.
+    """
     output_format = None if output is None else parse_choice("--output", output, OutputFormat)
     objects = read_manifest(file)
     check_objects(objects)
@@ -37,8 +42,8 @@ def run(file: Path, *, model_config: Path | None, output: str | None) -> int:
     return 1 if any(report.refused for report in reports) else 0
 
 
-def plan_pools(service: PDService, facts: ModelFacts | None) -> tuple[PlannedPool, ...]:
-    """Plan each pool, once for each role in which its engines could be started."""
+def _plan_pools(service: PDService, facts: ModelFacts | None) -> tuple[PlannedPool, ...]:
+    """Plan each pool: once, or once for each role if an engine's role is fixed at its start."""
     return tuple(
         PlannedPool(pool, role, _plan_pool_engine(service, pool, role, facts))
         for pool in desired_pools(service, ())
@@ -46,7 +51,7 @@ def plan_pools(service: PDService, facts: ModelFacts | None) -> tuple[PlannedPoo
     )
 
 
-def read_model_facts(service: PDService, model_config: Path | None) -> tuple[ModelFacts | None, str]:
+def _read_model_facts(service: PDService, model_config: Path | None) -> tuple[ModelFacts | None, str]:
     """Return the model's facts and the path they were read from; or None and why they are missing.
 
     Raises:
@@ -60,7 +65,10 @@ def read_model_facts(service: PDService, model_config: Path | None) -> tuple[Mod
 
 
 def _find_model_config(service: PDService) -> Path | None:
-    """Return the config.json of the manifest's model on this machine; None if there is none."""
+    """Return the config.json of the manifest's model on this machine, or the folder with it.
+
+    None if there is none.
+    """
     source = service.spec.model_source
     named = Path(source.host_path, source.path) if source and source.host_path else Path(service.spec.model)
     path = named / "config.json"
@@ -86,5 +94,5 @@ def _plan(service: PDService, model_config: Path | None) -> ServicePlan:
     if service.spec.engine.is_simulated:
         load_profile(service.spec.engine.profile)  # an unknown profile is refused, as `up` does
         return ServicePlan(service, None, "engine.type is Simulated: there is no model to fit", ())
-    facts, source = read_model_facts(service, model_config)
-    return ServicePlan(service, facts, source, plan_pools(service, facts))
+    facts, source = _read_model_facts(service, model_config)
+    return ServicePlan(service, facts, source, _plan_pools(service, facts))

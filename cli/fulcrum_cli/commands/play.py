@@ -16,15 +16,21 @@ from fulcrum_cli.local.run import LocalRun, LocalRunOptions, run_local
 from fulcrum_cli.play.frame import Frame
 from fulcrum_cli.play.observer import Observer
 from fulcrum_cli.play.options import PlayOptions
+from fulcrum_cli.play.page_controls import PageControls
 from fulcrum_cli.play.recorder import RecordedFlip
 from fulcrum_cli.play.report import RunFigures
 from fulcrum_cli.play.screen import draw_frames, is_interactive, read_keyboard, save_svg
 from fulcrum_cli.play.session import ServiceHandle, Session
 from fulcrum_cli.terminal.interrupts import on_interrupt
 from fulcrum_cli.terminal.logs import log_to_file, log_warnings_to_stderr
+from fulcrum_cli.web.broadcast import Broadcast
+from fulcrum_cli.web.feed import Feed
+from fulcrum_cli.web.server import serve_page
+from fulcrum_cli.web.sources import open_local_source
 from fulcrum_cluster.client import open_store
 from fulcrum_cluster.router_client import HttpRouterClient, open_http_client
 from fulcrum_core.errors import FulcrumError, InvalidInput
+from fulcrum_core.ports import Store
 from fulcrum_core.profiles import load_profile
 from fulcrum_simulator.client import LoadGenerator, LoadTarget
 
@@ -37,7 +43,7 @@ EXIT_INTERRUPTED = 130
 
 def run(options: PlayOptions) -> int:
     """Run the load, print and write the figures, and return the exit code."""
-    headless = options.headless or not is_interactive()
+    headless = options.headless or options.web or not is_interactive()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         result = runner.run(_play_until_ended(options, headless=headless))
     if result is None:
@@ -142,7 +148,27 @@ async def _open_session(options: PlayOptions, *, headless: bool) -> AsyncIterato
         if headless:
             observer.on_flip = lambda flip: _print_flip(session, flip)
         await stack.enter_async_context(_background_task(observer.run()))
+        if options.web:
+            await stack.enter_async_context(_serve_page(options, service, session, store))
         yield session, service
+
+
+@asynccontextmanager
+async def _serve_page(
+    options: PlayOptions, service: LocalRun, session: Session, store: Store
+) -> AsyncIterator[None]:
+    """Serve the live page inside the context, with its buttons, and print the page's address."""
+    broadcast, controls = Broadcast(), PageControls(session, store, options.service)
+    description = f"fulcrum play, process {service.info.pid}"
+    async with (
+        open_local_source(service.info, description) as source,
+        serve_page(broadcast, run_action=controls.run_action) as address,
+        _background_task(
+            Feed(store, options.service, broadcast, source, read_controls=controls.read_state).run()
+        ),
+    ):
+        print(f"live page {address}\nstop with Ctrl-C", flush=True)
+        yield
 
 
 def _make_load_generator(options: PlayOptions, url: str) -> LoadGenerator:

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fulcrum_cli.simulation.options import Contender, SimulateOptions
+from fulcrum_cli.simulation.options import ComparedPolicy, SimulateOptions
 from fulcrum_cli.simulation.plot import write_plot
 from fulcrum_cli.simulation.report_text import format_comparison, format_report, format_spread
 from fulcrum_core.errors import InvalidInput
@@ -33,13 +33,13 @@ def run(options: SimulateOptions) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         on_run = _show_progress(progress)
-        runs = [_run_contender(contender, options, on_run) for contender in options.contenders]
+        runs = [_run_compared(compared, options, on_run) for compared in options.compared]
     for each in runs:
         print("\n".join((_describe_run(each.runs[0], options), *format_spread(each.runs))))
     if len(runs) > 1:
         print("\n".join(("", *format_comparison(runs))))
     if options.json is not None:
-        reports = [_dump(*named, options) for named in zip(options.contenders, runs, strict=True)]
+        reports = [_dump(*named, options) for named in zip(options.compared, runs, strict=True)]
         _write(options.json, {"runs": reports, "wall_s": time.monotonic() - started_s})
     if options.plot is not None:
         title = f"{options.load.name} on {options.run.instances} x {options.run.profile.name}"
@@ -57,8 +57,8 @@ def _show_progress(progress: Progress) -> OnRun:
     return begin
 
 
-def _run_contender(contender: Contender, options: SimulateOptions, on_run: OnRun) -> PolicyRuns:
-    """Run every policy of a contender with every seed; return the best one."""
+def _run_compared(compared: ComparedPolicy, options: SimulateOptions, on_run: OnRun) -> PolicyRuns:
+    """Run every policy that counts for a compared one with every seed; return the best one."""
     return pick_best(
         [
             run_policy(
@@ -69,7 +69,7 @@ def _run_contender(contender: Contender, options: SimulateOptions, on_run: OnRun
                 check_around=options.check_rates,
                 on_run=on_run,
             )
-            for policy in contender.policies
+            for policy in compared.policies
         ]
     )
 
@@ -90,10 +90,10 @@ def _describe_run(run: SeedRun, options: SimulateOptions) -> str:
     return "\n".join(lines)
 
 
-def _dump(contender: Contender, runs: PolicyRuns, options: SimulateOptions) -> dict[str, Any]:
+def _dump(compared: ComparedPolicy, runs: PolicyRuns, options: SimulateOptions) -> dict[str, Any]:
     """Return the report of the first seed with the figures of all seeds."""
     first = runs.runs[0]
-    report = {"contender": contender.name, "load": options.load.name, **first.report}
+    report = {"compared": compared.name, "load": options.load.name, **first.report}
     if options.find_rate_share is not None:
         report |= {"factor": first.factor, "trials": first.trials, "around": first.around}
     seeds = [

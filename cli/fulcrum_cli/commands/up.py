@@ -17,7 +17,7 @@ from fulcrum_core.errors import InvalidInput
 from fulcrum_core.formatting import format_count
 
 
-def run(file: Path | None, *, engine: str | None, port: int) -> None:
+def run(file: Path | None, *, engine: str | None, port: int, api_keys: Path | None = None) -> None:
     """Start the manifest's service, print its endpoint, and stop everything on Ctrl-C.
 
     Without a manifest, `engine` must be vllm-cpu, whose shipped manifest is started then.
@@ -26,7 +26,7 @@ def run(file: Path | None, *, engine: str | None, port: int) -> None:
     objects = _read_objects(file, None if engine is None else parse_choice("--engine", engine, LocalEngine))
     log_warnings_to_stderr()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run_until_interrupted(objects, port))
+        runner.run(_run_until_interrupted(objects, LocalRunOptions(port=port, api_keys=api_keys)))
 
 
 def _read_objects(file: Path | None, engine: LocalEngine | None) -> tuple[Resource, ...]:
@@ -49,12 +49,12 @@ def _print_start(service: PDService) -> None:
         )
 
 
-async def _run_until_interrupted(objects: tuple[Resource, ...], port: int) -> None:
+async def _run_until_interrupted(objects: tuple[Resource, ...], options: LocalRunOptions) -> None:
     main_task = asyncio.current_task()
     assert main_task is not None
     try:
         with on_interrupt(main_task.cancel):
-            async with run_local(objects, LocalRunOptions(port=port), on_start=_print_start) as service:
+            async with run_local(objects, options, on_start=_print_start) as service:
                 info = service.info
                 print(
                     f"{info.service}: endpoint {info.router_url}, waiting for the engines, "

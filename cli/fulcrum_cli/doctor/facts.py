@@ -1,9 +1,12 @@
 """Facts that doctor's checks examine: a target at one time.
 
-A field that is None could not be read. A mapping has an entry for each name that was asked for: an entry that
-is None says that there is no such object. `ClusterFacts.operator_lease` is None in both cases;
-`leases_readable` tells them apart. `DoctorFacts.cluster` is None for a local run, `DoctorFacts.local` is None
-for a cluster.
+A field that is None could not be read. `crds` has an entry for each of our kinds, None for a missing one. A
+mapping by service has no entry for a service without such objects. Deployments are those that manage the
+namespace; None: there may be one that cannot be read. In `component_pods`, None: the pods could not be
+read; empty: there are none, or no Deployment is known. `operator_lease` is None if there is none or it
+could not be read: `leases_readable` tells them apart, but only if `operator_deployments` is not empty.
+Services, instances, assignments and tiers are empty if they could not be read. `DoctorFacts.cluster` is
+None for a local run, `DoctorFacts.local` is None for a cluster.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,8 +56,8 @@ class ClusterFacts:
     router_pods: Mapping[str, Bodies] | None
     router_deployments: Mapping[str, Bodies] | None
     """Deployments of routers by service."""
-    router_leases: Mapping[str, Body | None] | None
-    endpoint_slices: Mapping[str, Body | None] | None
+    router_leases: Mapping[str, Body] | None
+    endpoint_slices: Mapping[str, Body] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

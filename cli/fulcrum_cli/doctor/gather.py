@@ -220,7 +220,7 @@ def _group_by_label(bodies: Bodies, label: str) -> dict[str, Bodies]:
     return dict(grouped)
 
 
-def _first_by_service(bodies: Bodies | None) -> dict[str, Body | None] | None:
+def _first_by_service(bodies: Bodies | None) -> dict[str, Body] | None:
     """Return the first object of each service; None if `bodies` is None."""
     if bodies is None:
         return None

@@ -31,7 +31,9 @@ def check_endpoints(service: str, endpoint_slice: Body | None, router_pods: Sequ
         )
     router_addresses = {pod.get("status", {}).get("podIP") for pod in router_pods}
     if router_pods and not router_addresses.intersection(ready):
-        observed = f"the Service {service} leads to {', '.join(ready)}, the address of no running router"
+        observed = (
+            f"the Service {service} leads to {', '.join(ready)}, which is not the address of a running router"
+        )
         return problem(
             check,
             observed,

@@ -47,13 +47,15 @@ def check_tiers(service: PDService, tiers: Collection[str]) -> Finding:
         advice = f"create it in namespace {service.metadata.namespace}, or remove it from spec.qosTiers"
         return problem(CheckId.TIERS, f"QoSTier not found: {', '.join(missing)}", advice, service=name)
     named = len(service.spec.qos_tiers)
-    return ok(CheckId.TIERS, f"all {named} named tiers exist" if named else "none is named", service=name)
+    return ok(
+        CheckId.TIERS, f"all {named} named tiers exist" if named else "spec.qosTiers names none", service=name
+    )
 
 
 def check_floors(
     service: PDService, instances: Sequence[PDInstance], assignment: PDAssignment | None
 ) -> Finding:
-    """Check that the floors are possible with the service's instances, and are met now."""
+    """Check that the pools can have enough instances for the floors, and that enough serve now."""
     name, floors, impossible = (
         service.metadata.name,
         service.spec.roles.to_floors(),
@@ -72,7 +74,10 @@ def check_floors(
 
 
 def explain_impossible_floors(service: PDService) -> tuple[str, str] | None:
-    """Return why the floors exceed the largest number of instances, and advice; None if they do not."""
+    """Return why the service's pools cannot have enough instances for its floors, and advice.
+
+    None if they can, or if the maximum is one instance, which serves both roles.
+    """
     floors, pools = service.spec.roles.to_floors(), service.spec.resolve_pools()
     instances_max = sum(pool.instances.effective_max for pool in pools)
     for role in (Role.PREFILL, Role.DECODE):
@@ -102,32 +107,39 @@ def _floor_shortfalls(
     }
     floors = service.spec.roles.to_floors()
     return [
-        f"{n} of at least {floors.for_role(role)} {role}"
+        f"{n} of {floors.for_role(role)} needed {role} instances"
         for role, n in counts.items()
         if n < floors.for_role(role)
     ]
 
 
-def check_instances(service: str, instances: Sequence[PDInstance]) -> Finding:
+def check_instances(service_name: str, instances: Sequence[PDInstance]) -> Finding:
     """Check that the service has instances and none has failed."""
     failed = [i for i in instances if i.status.phase is Phase.FAILED]
     if failed:
         observed = "; ".join(f"{i.metadata.name}: {i.status.message or 'no reason given'}" for i in failed)
         advice = "see kubectl logs --previous for the cause; the operator restarts or replaces the instance"
-        return problem(CheckId.INSTANCES, observed, advice, service=service)
+        return problem(CheckId.INSTANCES, observed, advice, service=service_name)
     if not instances:
         return problem(
             CheckId.INSTANCES,
             "there are none",
             "check that the operator runs and the cluster has a node",
-            service=service,
+            service=service_name,
         )
     serving = sum(i.is_serving for i in instances)
-    return ok(CheckId.INSTANCES, f"none has failed, {serving} of {len(instances)} serve", service=service)
+    return ok(
+        CheckId.INSTANCES, f"none has failed, {serving} of {len(instances)} serve", service=service_name
+    )
 
 
-def check_pairs(service: str, instances: Sequence[PDInstance], assignment: PDAssignment | None) -> Finding:
-    """Check that prefill and decode instances can exchange KV, by the identities that engines report."""
+def check_pairs(
+    service_name: str, instances: Sequence[PDInstance], assignment: PDAssignment | None
+) -> Finding:
+    """Check that prefill and decode instances can exchange KV, by `status.identity`.
+
+    Their roles are those of the assignment. An instance without an entry in it counts as both.
+    """
     known = {i.metadata.name: i.status.identity.to_identity() for i in instances if i.status.identity}
     unknown = sorted(i.metadata.name for i in instances if i.is_serving and not i.status.identity)
     incompatible = [
@@ -143,20 +155,20 @@ def check_pairs(service: str, instances: Sequence[PDInstance], assignment: PDAss
         )
         advice = "give all pools the same model, engine image and KV settings"
         all_of_them = len(incompatible) == pairs
-        return (problem if all_of_them else warning)(CheckId.PAIRS, observed, advice, service=service)
+        return (problem if all_of_them else warning)(CheckId.PAIRS, observed, advice, service=service_name)
     if unknown:
-        observed = f"unknown for {', '.join(unknown)}: no identity reported yet"
+        observed = f"unknown for {', '.join(unknown)}: no identity in its status yet"
         return warning(
-            CheckId.PAIRS, observed, "run this again once they have been verified", service=service
+            CheckId.PAIRS, observed, "run this again once they have been verified", service=service_name
         )
-    return ok(CheckId.PAIRS, f"{format_count(pairs, 'pair')}, none incompatible", service=service)
+    return ok(CheckId.PAIRS, f"{format_count(pairs, 'pair')}, none incompatible", service=service_name)
 
 
 def _is_prefill_decode_pair(prefill: str, decode: str, assignment: PDAssignment | None) -> bool:
-    """Whether the first is a prefill and the second a decode instance, or one has no role yet."""
+    """Whether the first is a prefill and the second a decode instance; one without a role yet is both."""
     entries = assignment.spec.roles if assignment else {}
     one, other = entries.get(prefill), entries.get(decode)
-    return one is None or other is None or (one.role is Role.PREFILL and other.role is Role.DECODE)
+    return (one is None or one.role is Role.PREFILL) and (other is None or other.role is Role.DECODE)
 
 
 def check_model(service: PDService) -> Finding:
@@ -190,7 +202,7 @@ def check_progress(service: PDService, *, now_s: float) -> Finding:
 
 
 def check_conditions(service: PDService) -> Finding:
-    """Check that no condition reports a problem."""
+    """Check that no condition reports a problem; ModelFits and Progressing have checks of their own."""
     name = service.metadata.name
     bad = [f"{c.type} is {c.status} ({c.reason}): {c.message}" for c in bad_conditions(service)]
     if bad:

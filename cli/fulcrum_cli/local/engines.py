@@ -6,6 +6,7 @@ engine environment, free ports, local model folders, and that there are CPUs onl
 
 import dataclasses
 import functools
+import itertools
 import secrets
 import socket
 import sys
@@ -99,13 +100,15 @@ def check_engines(service: PDService) -> None:
             raise InvalidInput(
                 "hardware.resource", hardware.resource, "is not available to a local run; write cpu"
             )
-        if source is not None and source.pvc is not None:
-            raise InvalidInput("modelSource.pvc", source.pvc, "exists in a cluster only; write hostPath")
+        for field, value in (("pvc", source.pvc), ("image", source.image)) if source else ():
+            if value is not None:
+                rule = "exists in a cluster only; write hostPath"
+                raise InvalidInput(f"modelSource.{field}", value, rule)
         vllm.build_launch(_engine_request(pool.spec, pool.spec.role, service), _PLACEHOLDER_PLACEMENT)
 
 
 def expected_startup_s(service: PDService) -> float:
-    """Seconds from an engine's start until it serves, if nothing fails."""
+    """Seconds from an engine's start until it serves, if nothing fails; of the first pool's engines."""
     if service.spec.engine.is_simulated:
         return load_profile(service.spec.engine.profile).startup_s
     pool = desired_pools(service, ())[0]
@@ -119,14 +122,14 @@ def _instance_request(instance: PDInstance, service: PDService) -> LaunchRequest
 
 
 def _engine_request(
-    start: LaunchSpec, pool_role: PoolRole, service: PDService, role: Role | None = None
+    launch_spec: LaunchSpec, pool_role: PoolRole, service: PDService, role: Role | None = None
 ) -> LaunchRequest:
     """Launch request on this machine's CPUs, with the model's local folder if there is one."""
-    memory_bytes = start.hardware and start.hardware.memory
+    memory_bytes = launch_spec.hardware and launch_spec.hardware.memory
     hardware = dataclasses.replace(CPU, memory_bytes=memory_bytes or 0)
-    request = build_launch_request(service, start, pool_role=pool_role, role=role, hardware=hardware)
+    request = build_launch_request(service, launch_spec, pool_role=pool_role, role=role, hardware=hardware)
     named = vllm.model_folder(request.model_source, _PLACEHOLDER_PLACEMENT)
-    folder = Path(named) if named is not None else find_local_model(start.model)
+    folder = Path(named) if named is not None else find_local_model(launch_spec.model)
     if folder is None:
         return request
     source = request.model_source.model_copy(update={"host_path": str(folder), "path": ""})
@@ -157,6 +160,7 @@ _PLACEHOLDER_PLACEMENT = EnginePlacement(
     cache_port=0,
     cache_http_port=0,
     model_folder="",
+    download_folder="",
     loopback=True,
 )
 """Stands in for ports and folders where a result does not depend on them."""
@@ -179,9 +183,14 @@ def _choose_placement(name: str, context: EngineContext) -> EnginePlacement:
 def find_free_ports(host: str, count: int) -> tuple[int, ...]:
     """Return `count` ports that are free now, each far enough from the next for an engine's further ranks.
 
-    Fewer are returned if the range has no more free ports.
+    Raises:
+        InvalidInput: if fewer are free.
     """
-    return tuple(port for port, _ in zip(_iter_free_ports(host), range(count), strict=False))
+    ports = tuple(itertools.islice(_iter_free_ports(host), count))
+    if len(ports) < count:
+        ends = f"{_ENGINE_PORTS.start} to {_ENGINE_PORTS.stop - 1}"
+        raise InvalidInput("ports", count, f"is more than {len(ports)}, the number of free ones from {ends}")
+    return ports
 
 
 def _iter_free_ports(host: str) -> Iterator[int]:

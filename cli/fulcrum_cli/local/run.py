@@ -50,6 +50,8 @@ class LocalRunOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     """Port of the router for clients; 0: any free port."""
+    api_keys: Path | None = None
+    """Folder of the files of the Secret that the service's spec.router.auth names."""
     run_dir: Path | None = None
     """Folder of the run; None: a temporary one, removed at the end."""
     program_timeouts: ProgramTimeouts = field(default_factory=ProgramTimeouts)
@@ -75,7 +77,7 @@ async def run_local(
     """
     options = options or LocalRunOptions()
     objects = tuple(simulate_unless_named(obj) for obj in objects)
-    service = check_manifest(objects)
+    service = check_manifest(objects, api_keys=options.api_keys)
     check_router_port(options.host, options.port)
     on_start(service)
     with open_run_folder(options.run_dir, service=service.metadata.name) as folder:
@@ -145,6 +147,7 @@ class LocalRun:
             router_url=self._router_view.url("port"),
             router_state_url=self._router_view.url("state_port"),
             autoscaler_url=f"http://{host}:{ports.get('port', 0)}",
+            router_metrics_url=self._router_view.url("metrics_port"),
         )
 
     @property
@@ -233,7 +236,9 @@ class LocalRun:
     def _router_command(self, last_ports: Ports | None) -> tuple[str, ...]:
         """A restarted router keeps its ports, which clients and the autoscaler know."""
         first_ports = {"port": self._options.port, "state_port": 0, "metrics_port": 0}
-        return self._commands.router(self._shared_options, last_ports or first_ports)
+        command = self._commands.router(self._shared_options, last_ports or first_ports)
+        keys = self._options.api_keys
+        return command if keys is None else (*command, "--api-keys", str(keys))
 
     def _autoscaler_command(self, last_ports: Ports | None) -> tuple[str, ...]:
         """A restarted autoscaler keeps its port, which run.json names."""

@@ -37,6 +37,7 @@ class RunInfo:
     router_url: str
     router_state_url: str
     autoscaler_url: str
+    router_metrics_url: str
 
     @property
     def token(self) -> str:

@@ -37,6 +37,7 @@ class PlayArguments(TypedDict):
     port: int
     file: Path | None
     headless: bool
+    web: bool
     json: Path | None
     kill_every: str | None
     flips: int
@@ -59,6 +60,8 @@ class PlayOptions:
     seed: int
     port: int
     headless: bool
+    web: bool
+    """Serve the live page, instead of the view on the terminal."""
     json: Path | None
     kill_every_s: float | None
     flips: int
@@ -85,6 +88,7 @@ def parse_options(**arguments: Unpack[PlayArguments]) -> PlayOptions:
         seed=arguments["seed"],
         port=arguments["port"],
         headless=arguments["headless"],
+        web=arguments["web"],
         json=arguments["json"],
         kill_every_s=parse_duration_s("--kill-every", arguments["kill_every"]),
         flips=arguments["flips"],

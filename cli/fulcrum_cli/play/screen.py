@@ -87,12 +87,12 @@ async def draw_frames(frame: Callable[[], Frame]) -> None:
 
 
 def save_svg(frame: Frame, path: Path, *, width: int = 120, height: int = 32) -> None:
-    """Write the frame as an SVG picture of a terminal."""
+    """Write the frame as an SVG image of a terminal."""
     with open(os.devnull, "w") as nowhere:
         console = Console(width=width, height=height, record=True, file=nowhere, force_terminal=True)
         console.print(draw(frame, width=width, height=height))
-        picture = _FONT_FACE.sub("", console.export_svg(title="fulcrum play"))
-    path.write_text(picture, encoding="utf-8")
+        svg = _FONT_FACE.sub("", console.export_svg(title="fulcrum play"))
+    path.write_text(svg, encoding="utf-8")
 
 
 def is_interactive() -> bool:

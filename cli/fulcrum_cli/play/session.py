@@ -17,7 +17,7 @@ from fulcrum_cli.play.options import PlayOptions
 from fulcrum_cli.play.report import RunFigures
 from fulcrum_cli.play.screen import Key
 from fulcrum_cli.play.stress import ForcedFlips, NoFlipPossible, kill_engines_in_turn
-from fulcrum_core.errors import FulcrumError
+from fulcrum_core.errors import FulcrumError, InvalidInput
 from fulcrum_core.formatting import format_count
 from fulcrum_core.ports import Store
 from fulcrum_simulator.client import LoadGenerator
@@ -106,6 +106,29 @@ class Session:
         elif names:
             self._handle_instance_key(key, names)
 
+    def change_load(self, shape: str) -> None:
+        """Replace the load by one of another shape.
+
+        Raises:
+            InvalidInput: if the load has not begun, or is a recording.
+        """
+        if not self.started:
+            raise InvalidInput("load", shape, "cannot begin before the engines have started")
+        if self._options.recording is not None:
+            raise InvalidInput("load", shape, "cannot replace a recording")
+        if self._sending_task:
+            self._sending_task.cancel()
+        self._start_load(shape)
+
+    @property
+    def load_name(self) -> str:
+        """Shape of the load, or name of the recording."""
+        return self._options.recording_name or self._shape
+
+    def kill(self, instance: str) -> None:
+        """Kill the engine of an instance; `KeyError` if it has none."""
+        self._service_handle.kill(instance)
+
     def frame(self) -> Frame:
         """Build the frame for the current time."""
         options, observer = self._options, self._observer
@@ -131,7 +154,7 @@ class Session:
         return RunProgress(
             elapsed_s=self.elapsed_s,
             clock_s=clock_s,
-            load=self._options.recording_name or self._shape,
+            load=self.load_name,
             load_phase=self._phase_name(phase),
             rate_rps=phase.rate_rps if phase and not self._draining else None,
             selected=self._selected,
@@ -159,7 +182,7 @@ class Session:
         notes = [str(overlong)] if overlong else []
         notes += [forced] if options.flips else []
         return RunFigures(
-            load=options.recording_name or self._shape,
+            load=self.load_name,
             mode=options.service.spec.autoscaling.mode.value,
             seed=options.seed,
             instances=len(self._observer.instances),
@@ -187,13 +210,12 @@ class Session:
             self._sending_task.add_done_callback(lambda _task: self._load_ended.set())
 
     def _change_load(self, shape: str) -> None:
-        if self._options.recording is not None:
-            self._show_notice("the load is a recording: its shape cannot be changed")
-            return
-        if self._sending_task:
-            self._sending_task.cancel()
-        self._start_load(shape)
-        self._show_notice(f"load changed to {shape}")
+        try:
+            self.change_load(shape)
+        except InvalidInput as error:
+            self._show_notice(str(error))
+        else:
+            self._show_notice(f"load changed to {shape}")
 
     async def _drain(self) -> None:
         """Wait for unfinished requests, until the user quits."""

@@ -51,7 +51,7 @@ class SimulateArguments(TypedDict):
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
+class ComparedPolicy:
     """A policy by its name, with the policies of which the best one counts; usually itself only."""
 
     name: str
@@ -60,10 +60,10 @@ class Contender:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions:
-    """Options of the command, checked. `run` has the policy of the first contender."""
+    """Options of the command, checked. `run` has the first of the compared policies."""
 
     run: RunOptions
-    contenders: tuple[Contender, ...]
+    compared: tuple[ComparedPolicy, ...]
     load: Load
     overlong: OverlongRequests | None
     find_rate_share: float | None
@@ -82,7 +82,7 @@ def parse_options(**arguments: Unpack[SimulateArguments]) -> SimulateOptions:
     _check_numbers(arguments)
     _check_outputs(arguments)
     names = (arguments["compare"] or arguments["policy"]).split(",")
-    contenders = tuple(_parse_contender(name.strip(), arguments["instances"]) for name in names)
+    compared = tuple(_parse_compared_policy(name.strip(), arguments["instances"]) for name in names)
     profile = load_profile(arguments["profile"])
     load, overlong = _parse_load(arguments, profile)
     find_rate = arguments["find_rate"]
@@ -90,7 +90,7 @@ def parse_options(**arguments: Unpack[SimulateArguments]) -> SimulateOptions:
         run=RunOptions(
             profile=profile,
             instances=arguments["instances"],
-            policy=contenders[0].policies[0],
+            policy=compared[0].policies[0],
             slo=Slo(
                 parse_duration_s("--slo-ttft", arguments["slo_ttft"]),
                 parse_duration_s("--slo-tpot", arguments["slo_tpot"]),
@@ -98,7 +98,7 @@ def parse_options(**arguments: Unpack[SimulateArguments]) -> SimulateOptions:
             seed=arguments["seed"],
             control=_parse_control(arguments),
         ),
-        contenders=contenders,
+        compared=compared,
         load=load,
         overlong=overlong,
         find_rate_share=None if find_rate is None else find_rate / 100,
@@ -160,11 +160,11 @@ def _check_outputs(arguments: SimulateArguments) -> None:
         raise InvalidInput("--plot", arguments["plot"], "needs plotly: pip install 'fulcrum[plot]'")
 
 
-def _parse_contender(name: str, instances: int) -> Contender:
+def _parse_compared_policy(name: str, instances: int) -> ComparedPolicy:
     if name.lower() == BEST_STATIC:
-        return Contender(BEST_STATIC, tuple(list_splits(instances)))
+        return ComparedPolicy(BEST_STATIC, tuple(list_splits(instances)))
     policy = parse_policy(name, instances=instances)
-    return Contender(str(policy), (policy,))
+    return ComparedPolicy(str(policy), (policy,))
 
 
 def _parse_control(arguments: SimulateArguments) -> ControlOptions:

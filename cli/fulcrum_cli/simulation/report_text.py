@@ -73,10 +73,10 @@ def format_spread(runs: Sequence[SeedRun]) -> list[str]:
     ]
 
 
-def format_comparison(contenders: Sequence[PolicyRuns]) -> list[str]:
+def format_comparison(compared: Sequence[PolicyRuns]) -> list[str]:
     """Return a table with a line for each policy: the median of its seeds, and their range in brackets."""
     header = ("POLICY", "OFFERED/S", "SLO %", "TOKENS %", "GOODPUT/S", "FLIPS", "TTFT P90 s", "TPOT P90 ms")
-    return format_columns(header, *(_format_row(runs) for runs in contenders))
+    return format_columns(header, *(_format_row(runs) for runs in compared))
 
 
 def _format_row(runs: PolicyRuns) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ def run_info(service: str, socket: Path) -> RunInfo:
     return RunInfo(
         pid=1, started_at_s=0.0, service=service, namespace="default", run_dir=str(socket.parent),
         store_address=f"unix:{socket}", token_file="/t", router_url="http://r",
-        router_state_url="http://s", autoscaler_url="http://a",
+        router_state_url="http://s", autoscaler_url="http://a", router_metrics_url="http://m",
     )  # fmt: skip
 
 

@@ -234,6 +234,12 @@ async def _wait_for_endpoint(run: LocalRun, address: str) -> PDService:
             id="a missing tier",
         ),
         pytest.param(
+            manifest(router={"auth": {"apiKeys": {"secretName": "chat-keys"}}}),
+            "PDService chat spec.router.auth.apiKeys.secretName (chat-keys) is not on this machine: "
+            "`fulcrum up --api-keys FOLDER` names a folder with the same files",
+            id="API keys without a folder",
+        ),
+        pytest.param(
             [], "PDService (none) must be exactly one: a local run serves one PDService", id="no service"
         ),
     ],

@@ -37,7 +37,7 @@ def test_the_table_names_the_workload_each_bound_and_the_lowest(bounds: Bounds) 
 
 RATE OF              REQUESTS/S   WHAT LIMITS
 fluid work           3.4          all requests served: the work fits the instances
-heaviest dropped     3.77         the heaviest requests refused: the work of the others fits the instances
+heaviest refused     3.77         the heaviest requests refused: the work of the others fits the instances
 prefill burst        14.2         bursts of prompts, each within the TTFT objective
 decode burst         no limit     bursts of output, each within both objectives
 FCFS prefill         9.97         no bound: prompts first come, first served on all instances, no decode

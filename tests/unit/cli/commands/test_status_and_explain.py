@@ -22,7 +22,7 @@ FLIP = {
     "at_s": 1_700_000_000.25,
     "action": "flip",
     "trigger": "tick",
-    "reason": "decode load 1.04 is at least 0.90, for 2 ticks",
+    "reason": "decode load 1.04 has reached 0.90, for 2 ticks",
     "instance": "chat-3",
     "to": "Decode",
     "loads": {"prefill": LOAD, "decode": {**LOAD, "low": 0.9, "high": 1.1, "unknown": 1}},
@@ -36,7 +36,7 @@ FLIP = {
 def test_a_decision_is_printed_with_its_loads_and_rejected_instances() -> None:
     clock = time.strftime("%H:%M:%S", time.localtime(1_700_000_000))
     assert format_decisions([FLIP], limit=1) == [
-        f"{clock}.2  flip    chat-3 → Decode: decode load 1.04 is at least 0.90, for 2 ticks"
+        f"{clock}.2  flip    chat-3 → Decode: decode load 1.04 has reached 0.90, for 2 ticks"
         "  [prefill load 0.12, decode load 0.90 to 1.10, P:D 5:3, 2 ticks in a row, tick]",
         "                          not chat-1: pinned",
     ]
@@ -55,7 +55,7 @@ HELD = {
 
 def test_a_held_decision_names_no_instance() -> None:
     assert format_decisions([HELD], limit=1)[0].split("  ", 1)[1] == (
-        "hold    decode load 1.04 is at least 0.90, for 2 ticks  [P:D 5:3, tick]"
+        "hold    decode load 1.04 has reached 0.90, for 2 ticks  [P:D 5:3, tick]"
     )
 
 

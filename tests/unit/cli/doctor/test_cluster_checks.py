@@ -438,7 +438,7 @@ EMPTY = (PROBLEM, "EndpointSlice chat-router is empty: the Service chat has no e
         pytest.param(
             endpoint_slice("10.0.0.9"),
             [router_pod("10.0.0.1")],
-            (PROBLEM, "the Service chat leads to 10.0.0.9, the address of no running router"),
+            (PROBLEM, "the Service chat leads to 10.0.0.9, which is not the address of a running router"),
             id="a router that was deleted",
         ),
     ],

@@ -118,7 +118,7 @@ def test_tiers_that_are_missing_are_named() -> None:
     named = service(qosTiers=["gold", "free"])
     assert summarise(check_tiers(named, {"gold"})) == (PROBLEM, "QoSTier not found: free")
     assert summarise(check_tiers(named, {"gold", "free"})) == (OK, "all 2 named tiers exist")
-    assert summarise(check_tiers(service(), ())) == (OK, "none is named")
+    assert summarise(check_tiers(service(), ())) == (OK, "spec.qosTiers names none")
 
 
 THREE = [{"name": "flex", "instances": {"min": 3}}]
@@ -135,7 +135,7 @@ POOLS = [
         pytest.param(
             service(),
             (P, instance("chat-1", "Starting", None)),
-            (PROBLEM, "0 of at least 1 Decode serve"),
+            (PROBLEM, "0 of 1 needed Decode instances serve"),
             id="not met now",
         ),
         pytest.param(
@@ -200,9 +200,15 @@ ENGINE_MISMATCH = "engine differs: prefill has e:1, decode has e:2"
             id="compatible in the direction that is used",
         ),
         pytest.param(
+            (instance("chat-0", tensorParallel=2), D),
+            assignment(chat_1="Prefill"),
+            (OK, "1 pair, none incompatible"),
+            id="an instance without a role decodes for one that prefills",
+        ),
+        pytest.param(
             (P, D.replace(status=D.status.model_copy(update={"identity": None}))),
             PAIR,
-            (WARNING, "unknown for chat-1: no identity reported yet"),
+            (WARNING, "unknown for chat-1: no identity in its status yet"),
             id="no identity yet",
         ),
     ],

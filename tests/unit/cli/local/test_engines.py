@@ -145,6 +145,11 @@ def test_a_cache_server_has_its_own_ports_and_its_shared_memory_is_removed(tmp_p
             id="a claim exists in a cluster only",
         ),
         pytest.param(
+            {"modelSource": {"image": "acme/model:1"}},
+            "modelSource.image (acme/model:1) exists in a cluster only; write hostPath",
+            id="a model in an image exists in a cluster only",
+        ),
+        pytest.param(
             {"pools": [{"name": "p", "instances": {"min": 2}, "quantization": {"weights": "fp8"}}]},
             "spec.engine (vLLM) cannot be started: weights fp8: CPUs run the checkpoint's own data type",
             id="an option that the adapter refuses",
@@ -173,6 +178,12 @@ def test_ports_are_distinct_and_below_the_ephemeral_range() -> None:
     ports = find_free_ports("127.0.0.1", 4)
     assert len(set(ports)) == 4
     assert all(20_000 <= port < 32_000 for port in ports)
+
+
+def test_more_ports_than_are_free_are_refused() -> None:
+    with pytest.raises(InvalidInput) as refused:
+        find_free_ports("127.0.0.1", 2_000)
+    assert str(refused.value).startswith("ports (2000) is more than")
 
 
 def test_any_service_can_be_switched_to_vllm_cpu() -> None:

@@ -23,6 +23,7 @@ def run_info(
         pid=pid, started_at_s=started_at_s, service=service, namespace="default", run_dir=str(folder),
         store_address="unix:/s", token_file="/t", router_url="http://r", router_state_url="http://s",
         autoscaler_url="http://a",
+        router_metrics_url="",
     )  # fmt: skip
 
 

@@ -1,0 +1,97 @@
+// Below the fleet: the selected instance with its buttons, and the load. Buttons exist in `fulcrum play` only.
+
+import { useState } from "preact/hooks";
+import { act } from "./connection";
+import { describeAge, describeTile } from "./fleet";
+import { plural } from "./format";
+import type { Controls, State, Tile } from "./model";
+
+interface Notice {
+  ok: boolean;
+  message: string;
+}
+
+type Run = (action: Record<string, string>) => void;
+
+export function Panel({ state, selected }: { state: State; selected: string | null }) {
+  const [notice, setNotice] = useState<Notice | null>(null);
+  const [busy, setBusy] = useState(false);
+  const tile = state.tiles.find((each) => each.name === selected);
+  const run: Run = async (action) => {
+    setBusy(true);
+    setNotice(await act(action));
+    setBusy(false);
+  };
+  return (
+    <section class="panel" aria-label="Selected instance and load">
+      {state.controls && <LoadButtons controls={state.controls} busy={busy} run={run} />}
+      <div class="instance">
+        {tile ? (
+          <Details tile={tile} />
+        ) : (
+          <p class="hint">
+            Select an instance{state.controls ? " to flip, drain or kill it" : " to see its figures"}.
+          </p>
+        )}
+        {tile && state.controls && <InstanceButtons tile={tile} busy={busy} run={run} />}
+      </div>
+      <p class={notice?.ok === false ? "notice bad" : "notice"} role="status">
+        {notice?.message ?? ""}
+      </p>
+    </section>
+  );
+}
+
+function LoadButtons({ controls, busy, run }: { controls: Controls; busy: boolean; run: Run }) {
+  return (
+    <div class="loads" role="group" aria-label="Load">
+      <span class="caption">Load</span>
+      {controls.loads.map((load) => (
+        <button
+          type="button"
+          key={load}
+          aria-pressed={load === controls.load}
+          disabled={busy || !controls.started}
+          onClick={() => run({ action: "load", load })}
+        >
+          {load}
+        </button>
+      ))}
+      {!controls.loads.includes(controls.load) && <span class="caption">{controls.load}</span>}
+    </div>
+  );
+}
+
+function Details({ tile }: { tile: Tile }) {
+  return (
+    <p class="details" aria-label={describeTile(tile)}>
+      <b>{tile.name}</b>
+      <span>{describeAge(tile)}</span>
+      <span>{tile.problem || tile.phase}</span>
+      <span>pool {tile.pool}</span>
+      <span>{plural(tile.tokens, "KV token")}</span>
+    </p>
+  );
+}
+
+function InstanceButtons({ tile, busy, run }: { tile: Tile; busy: boolean; run: Run }) {
+  const to = tile.assigned === "Prefill" ? "Decode" : "Prefill";
+  const instance = tile.name;
+  return (
+    <div class="actions" role="group" aria-label={`Change ${instance}`}>
+      <button type="button" disabled={busy} onClick={() => run({ action: "flip", instance, to })}>
+        Flip to {to}
+      </button>
+      <button
+        type="button"
+        disabled={busy}
+        onClick={() => run({ action: tile.cordoned ? "undrain" : "drain", instance })}
+      >
+        {tile.cordoned ? "Take work again" : "Drain"}
+      </button>
+      <button type="button" class="danger" disabled={busy} onClick={() => run({ action: "kill", instance })}>
+        Kill engine
+      </button>
+    </div>
+  );
+}
