@@ -1,9 +1,9 @@
-"""Write the boards: `python -m tools.dashboards FOLDER`."""
+"""Write the dashboards: `python -m tools.dashboards FOLDER`."""
 
 import sys
 from pathlib import Path
 
-from tools.dashboards.boards import build_boards
+from tools.dashboards.definitions import build_dashboards
 
 
 def main(folder: Path) -> None:
@@ -11,7 +11,7 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for stale in folder.glob("*.json"):
         stale.unlink()
-    for name, text in build_boards().items():
+    for name, text in build_dashboards().items():
         (folder / f"{name}.json").write_text(text, encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""The pieces of all boards: queries, variables, links, and panels whose description says what to do.
+"""The pieces of all dashboards: queries, variables, links, and panels whose description says what to do.
 
 Everything goes by the labels `namespace` and `service`; only the file layout is checked here (by the SDK's
 types). Schema version 41.
@@ -29,6 +29,8 @@ from grafana_foundation_sdk.models.dashboard import (
 
 SELECTOR = 'namespace="$namespace",service="$service"'
 RATE = "$__rate_interval"
+FLIPS = f"sum by (to) (increase(fulcrum_autoscaler_flips_total{{{SELECTOR}}}[{RATE}])) > 0"
+"""Query of the annotations: when instances were flipped, and to which role."""
 _SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 _WIDTH, _HEIGHT = 12, 8
 Panel = timeseries.Panel | stat.Panel | statetimeline.Panel
@@ -106,33 +108,52 @@ def timeline(
     return panel.span(width).height(_HEIGHT).merge_values(True).with_target(query.build(0))
 
 
-def build_board(title: str, text: str, rows: Sequence[tuple[str, Sequence[Panel]]]) -> str:
-    """Build a board with rows of panels; return its JSON. The board's uid is made of its title."""
-    board = dashboard.Dashboard(f"Fulcrum / {title}").description(text).tags(["fulcrum"])
-    board = board.uid(f"fulcrum-{title.lower().replace(' ', '-')}").refresh("30s").time("now-1h", "now")
-    board = board.tooltip(DashboardCursorSync.CROSSHAIR).link(
+def build_dashboard(
+    title: str,
+    text: str,
+    rows: Sequence[tuple[str, Sequence[Panel]]],
+    *,
+    inputs: Sequence[tuple[str, str, str]] = (),
+) -> str:
+    """Build a dashboard with rows of panels, and flips as annotations; return its JSON.
+
+    Its uid is made of its title. `inputs`: name, label and default of variables that users type.
+    """
+    builder = dashboard.Dashboard(f"Fulcrum / {title}").description(text).tags(["fulcrum"])
+    builder = builder.uid(f"fulcrum-{title.lower().replace(' ', '-')}").refresh("30s").time("now-1h", "now")
+    builder = builder.tooltip(DashboardCursorSync.CROSSHAIR).link(
         dashboard.DashboardLink("Fulcrum")
         .type(DashboardLinkType.DASHBOARDS)
         .tags(["fulcrum"])
         .keep_time(True)
         .include_vars(True)
     )
-    board = board.with_variable(dashboard.DatasourceVariable("datasource").type("prometheus"))
+    builder = builder.with_variable(dashboard.DatasourceVariable("datasource").type("prometheus"))
     for name, query in (
         ("namespace", "label_values(fulcrum_router_active, namespace)"),
         ("service", 'label_values(fulcrum_router_active{namespace="$namespace"}, service)'),
     ):
-        board = board.with_variable(
+        builder = builder.with_variable(
             dashboard.QueryVariable(name)
             .datasource(_SOURCE)
             .query(query)
             .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
         )
+    for name, label, default in inputs:
+        builder = builder.with_variable(dashboard.TextBoxVariable(name).label(label).default_value(default))
+    builder = builder.annotation(
+        dashboard.AnnotationQuery()
+        .name("Flips")
+        .datasource(_SOURCE)
+        .enable(True)
+        .icon_color("blue")
+        .expr(FLIPS)
+    )
     for row, panels in rows:
-        board = board.with_row(dashboard.Row(row))
+        builder = builder.with_row(dashboard.Row(row))
         for panel in panels:
-            board = board.with_panel(panel)
-    document = json.loads(JSONEncoder().encode(board.build()))
+            builder = builder.with_panel(panel)
+    document = json.loads(JSONEncoder().encode(builder.build()))
     return json.dumps(document, indent=2, sort_keys=True) + "\n"
 
 

@@ -116,6 +116,13 @@ def predictions(error: float, per_minute: float) -> dict[str, str]:
     }
 
 
+def generations(operator: float, router: float) -> dict[str, str]:
+    return {
+        f"fulcrum_operator_assignment_generation{{{SERVICE}}}": always(operator),
+        f"fulcrum_router_assignment_generation{{{SERVICE}}}": always(router),
+    }
+
+
 CASES = {
     "FulcrumSLOBurnsFast": Case(requests(missed_of_100=20), requests(missed_of_100=10)),
     "FulcrumSLOBurnsSlowly": Case(requests(missed_of_100=8), requests(missed_of_100=5)),
@@ -128,6 +135,10 @@ CASES = {
     "FulcrumKVTransferNotVerified": Case(
         condition("KVTransferVerified", "Recomputed", 0), condition("KVTransferVerified", "NoTrafficYet", -1)
     ),
+    "FulcrumGPUsMissing": Case(
+        condition("Degraded", "Unschedulable", 1), condition("Degraded", "NodeLost", 1)
+    ),
+    "FulcrumWatchStale": Case(generations(7, 6), generations(7, 7)),
     "FulcrumServiceDegraded": Case(
         condition("Degraded", "NodeLost", 1), condition("Degraded", "AsExpected", 0)
     ),

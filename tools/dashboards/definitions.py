@@ -1,13 +1,14 @@
-"""The boards: Service, Instances, Autoscaler and Control plane."""
+"""The dashboards: Service, Tiers and tenants, Instances, Autoscaler, Cost and Control plane."""
 
 from tools.dashboards.panels import (
     RATE,
     SELECTOR,
     Panel,
     Query,
-    build_board,
+    build_dashboard,
     figure,
     lines,
+    quantile,
     quantiles,
     timeline,
 )
@@ -30,13 +31,17 @@ def _legend(by: str) -> str:
     return " ".join(f"{{{{{label.strip()}}}}}" for label in by.split(","))
 
 
-def build_boards() -> dict[str, str]:
-    """Return the JSON of each board by the name of its file, without suffix."""
+def build_dashboards() -> dict[str, str]:
+    """Return the JSON of each dashboard by the name of its file, without suffix."""
     return {
-        "service": build_board("Service", "Is the SLO met, and what holds it back?", _service()),
-        "instances": build_board("Instances", "Who serves, and who is slow?", _instances()),
-        "autoscaler": build_board("Autoscaler", "What it sees, decides and does.", _autoscaler()),
-        "control-plane": build_board("Control plane", "Operator, routers, API.", _control_plane()),
+        "service": build_dashboard("Service", "Is the SLO met, and what holds it back?", _service()),
+        "tiers": build_dashboard("Tiers and tenants", "Who gets what was promised?", _tiers()),
+        "cost": build_dashboard(
+            "Cost", "What do tokens cost?", _cost(), inputs=[("price", "Price of a GPU hour", "2.50")]
+        ),
+        "instances": build_dashboard("Instances", "Who serves, and who is slow?", _instances()),
+        "autoscaler": build_dashboard("Autoscaler", "What it sees, decides and does.", _autoscaler()),
+        "control-plane": build_dashboard("Control plane", "Operator, routers, API.", _control_plane()),
     }
 
 
@@ -180,6 +185,139 @@ def _service() -> Rows:
         ),
     ]
     return [("SLO", slo), ("Latency", latency), ("Work", work), ("KV transfers and failures", kv)]
+
+
+def _tiers() -> Rows:
+    met = f"sum by (tier) (increase(fulcrum_router_requests_slo_met_total{{{SELECTOR}}}[$__range]))"
+    judged = f"sum by (tier) (increase(fulcrum_router_requests_total{{{SELECTOR},{_JUDGED}}}[$__range]))"
+    missed = f"sum by (tier, part) (rate(fulcrum_router_slo_misses_total{{{SELECTOR}}}[{RATE}])) > 0"
+    promise: list[Panel] = [
+        figure(
+            "SLO attainment of each tier",
+            "Over the time range. A tier below the objective: see by which part it misses, below.",
+            Query(f"{met} / {judged}", "{{tier}}"),
+            unit="percentunit",
+            width=12,
+        ),
+        figure(
+            "Share of the requests",
+            "Of all that arrived. A tier with far more than planned takes what is reserved for others.",
+            Query(
+                f"sum by (tier) (increase(fulcrum_router_requests_offered_total{{{SELECTOR}}}[$__range]))"
+                f" / ignoring (tier) group_left () "
+                f"sum(increase(fulcrum_router_requests_offered_total{{{SELECTOR}}}[$__range]))",
+                "{{tier}}",
+            ),
+            unit="percentunit",
+            width=12,
+        ),
+        lines(
+            "Misses of each tier by part",
+            "waiting, admission: the tier's share is used up. decode: the same for all tiers of a service.",
+            [Query(missed, "{{tier}} {{part}}")],
+            unit="reqps",
+            stacked=True,
+        ),
+        lines(
+            "Requests of each tier",
+            "That arrive, per second. A jump in one tier: look for the tenant in its clients' logs.",
+            [_rate("router_requests_offered_total", "tier")],
+            unit="reqps",
+        ),
+    ]
+    latency: list[Panel] = [
+        lines(
+            "TTFT p99",
+            "By tier. A tier of higher priority above a lower one: see FulcrumPredictionsOff.",
+            [quantile(0.99, "fulcrum_router_ttft_seconds")],
+            unit="s",
+        ),
+        lines(
+            "Waiting in the router p99",
+            "By tier. Lower tiers wait first; if the highest waits, too, the service is too small.",
+            [quantile(0.99, "fulcrum_router_waiting_seconds")],
+            unit="s",
+        ),
+    ]
+    callers: list[Panel] = [
+        lines(
+            "Refused callers",
+            "401 per second, by reason. unknown: a client has an old key.",
+            [_rate("router_refused_callers_total", "reason")],
+            unit="reqps",
+        ),
+        lines(
+            "Headers without effect",
+            "A client that is not a trusted proxy names tenant or tier: see spec.router.auth.",
+            [_rate("router_dropped_headers_total", "header")],
+            unit="reqps",
+        ),
+        lines(
+            "Unknown tiers",
+            "Requests that name a tier that the service does not list; they get the default tier.",
+            [Query(f"sum(rate(fulcrum_router_unknown_tiers_total{{{SELECTOR}}}[{RATE}]))", "requests")],
+            unit="reqps",
+        ),
+    ]
+    return [("What was promised", promise), ("Latency", latency), ("Callers", callers)]
+
+
+def _cost() -> Rows:
+    devices = f"fulcrum_operator_devices{{{SELECTOR}}}"
+    tokens = f"sum(rate(fulcrum_router_output_tokens_total{{{SELECTOR}}}[{RATE}]))"
+    now: list[Panel] = [
+        figure(
+            "GPUs",
+            "Requested by the instances, by pool. More than the load needs for hours: lower the maximum.",
+            Query(f"max by (pool) ({devices})", "{{pool}}"),
+        ),
+        figure(
+            "GPU hours",
+            "Over the time range, by pool.",
+            Query(f"avg_over_time((max by (pool) ({devices}))[$__range:1m]) * $__range_s / 3600", "{{pool}}"),
+        ),
+        figure(
+            "Cost",
+            "GPU hours times the price above, over the time range, by pool.",
+            Query(
+                f"avg_over_time((max by (pool) ({devices}))[$__range:1m]) * $__range_s / 3600 * $price",
+                "{{pool}}",
+            ),
+        ),
+        figure(
+            "Cost of a million output tokens",
+            "Over the time range. It falls with the load: instances cost the same when they idle.",
+            Query(
+                f"1e6 * sum(avg_over_time((max by (pool) ({devices}))[$__range:1m])) * $__range_s / 3600"
+                f" * $price / sum(increase(fulcrum_router_output_tokens_total{{{SELECTOR}}}[$__range]))",
+                "per million",
+            ),
+        ),
+    ]
+    over_time: list[Panel] = [
+        lines(
+            "Output tokens",
+            "Per second. Without a price, the number to compare two configurations by.",
+            [Query(tokens, "tokens")],
+        ),
+        lines(
+            "Output tokens of a GPU",
+            "Per second and GPU. Low while the SLO is met: the service is larger than it needs to be.",
+            [Query(f"{tokens} / sum(max by (pool) ({devices}))", "tokens")],
+        ),
+        lines(
+            "Cost of a million output tokens over time",
+            "At the price above. Peaks at night: scale down, or let batch work run then.",
+            [Query(f"1e6 * sum(max by (pool) ({devices})) * $price / 3600 / ({tokens} > 0)", "per million")],
+        ),
+        lines(
+            "GPUs by pool",
+            "Requested by the instances. Compare with the load in the dashboard Autoscaler.",
+            [Query(f"max by (pool) ({devices})", "{{pool}}")],
+            stacked=True,
+        ),
+    ]
+    return [("In the time range", now), ("Over time", over_time)]
 
 
 def _instances() -> Rows:
