@@ -3,6 +3,8 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+# Without bytecode each program compiles its modules at each start, and pytest rewrites all tests in each run.
+unexport PYTHONDONTWRITEBYTECODE
 
 bin := .venv/bin
 # Levels 0 and 1, which `make check` runs in two lots.
@@ -12,7 +14,7 @@ simulation_tests := tests/properties tests/simulation
 service_tests := tests/integration/cli tests/examples
 program_tests := tests/integration $(addprefix --ignore=,$(service_tests))
 
-.PHONY: help play test test-kubernetes test-engines test-all check generate verify lock cli engine bench docs clean \
+.PHONY: help play test test-kubernetes test-engines test-all check generate verify lock cli engine bench docs web clean \
 	setup-kubernetes setup-engines check-format check-lint check-types check-contracts check-simulation check-unit-tests \
 	test-services test-programs
 
@@ -79,6 +81,9 @@ generate: .venv/.dev ## rewrite generated files: crds/, CRDs, dashboards and tab
 
 verify: .venv/.dev ## fail if `make generate` would change a file, or the documentation has a warning or a dead link
 	tools/verify
+
+web: ## build the live page from web/ again, after a change there; needs Node.js and npm
+	@cd web && npm ci --ignore-scripts --no-audit --no-fund && npm run build
 
 docs: .venv/.dev ## the documentation as a site, in .cache/site
 	$(bin)/zensical build --strict

@@ -1,6 +1,7 @@
 """Compares the router's CPU per request with vllm-router's, in one interleaved run over mock engines.
 
     ROUTER_BENCH=DIR python bench/router.py [--rounds N] [--secs S] [--scenarios ns,s16] [--against CHECKOUT]
+                                            [--compiled]
 
 DIR is a folder outside of this repository with the harness: bench.py, mockvllm.c and loadgen.c. The two C
 programs are compiled, and vllm-router is installed with pip, once, in a cache folder.
@@ -11,7 +12,7 @@ parameters as prefill requests (up to 128 are in flight at the end), none recomp
 client got an error.
 
 With `--against` the other system is the router of another checkout that has a `.venv`: before and after a
-change, in one run.
+change, in one run. With `--compiled` the data path of this checkout is compiled first (`tools/compiled`).
 
 Exit code 2 without DIR. Exit code 1 if a system has no valid run of a scenario, or if the ratio of CPU per
 request in `ns` is not below 0.5 (vllm-router) or 1.03 (other checkout). Other scenarios are only printed.
@@ -27,6 +28,8 @@ import venv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tools.compiled.build import compile_packages
 
 VLLM_ROUTER_PACKAGE = "vllm-router==0.1.17"
 FULCRUM = "fulcrum"
@@ -46,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     harness = Path(folder)
     _build_programs(harness, cache)
     ours, other = _describe_fulcrum(Path(sys.executable), port=7901), {}
+    if options.compiled:
+        ours["env"] = {"PYTHONPATH": str(compile_packages())}
     if options.against is None:
         _install_vllm_router(cache)
         other["vllm-router"] = _describe_vllm_router(cache)
@@ -67,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--against", type=Path, metavar="CHECKOUT", help="another checkout, in place of vllm-router"
     )
+    parser.add_argument("--compiled", action="store_true", help="compile the data path of this checkout")
     return parser
 
 

@@ -43,6 +43,8 @@ INSTANCES, PROFILE, TPOT_S = 8, "l70-h100-tp4", 0.1
 ARROW, EVEN, BEST, CLAIRVOYANT = "arrow", "static:4P4D", "static:best", "clairvoyant:30s"
 OTHERS = ("dynamo-like", "narwhal-like", "cold:60s", "cold:300s", "colocated")
 BARS = 0.9, 0.99
+STEP = 1.25
+"""First step of a search that starts at a workload's `near`."""
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
 """95 % quantiles of Student's t for the mean of so many paired seeds."""
 
@@ -56,6 +58,8 @@ class Workload:
     moving: bool
     smooth: bool
     ttft: float = 3.0
+    near: float = 1.0
+    """Factor near which the rates of good policies lie: a run far above it costs the most time."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ def make_options(workload: Workload, policy: str) -> RunOptions:
 def measure(task: Task) -> Measured:
     """Find the highest rate of a policy with each seed; for `static:best`, of the best split."""
     load = make_load(task.workload, task.traces)
-    policy, first = task.policy, 1.0
+    policy, first = task.policy, task.workload.near
     if policy == BEST:
         policy, first = find_best_split(task, load)
     runs = run_policy(
@@ -128,6 +132,7 @@ def measure(task: Task) -> Measured:
         bar=task.bar,
         precision=task.precision,
         first=first,
+        step=STEP,
     ).runs
     return Measured(
         policy,
@@ -139,12 +144,14 @@ def measure(task: Task) -> Measured:
 
 def find_best_split(task: Task, load: Load) -> tuple[str, float]:
     """Return the best of all fixed splits with the first seed, and the factor that it reaches."""
-    best, first = (0.0, ""), 1.0
+    best, first = (0.0, ""), task.workload.near
     for policy in map(str, list_splits(INSTANCES)):
         options = make_options(task.workload, policy)
         if best[1] and not keeps(load, options, first * task.precision, task.bar):
             continue  # not better than the best one so far
-        run = run_policy(load, options, [1], bar=task.bar, precision=task.precision, first=first).runs[0]
+        run = run_policy(
+            load, options, [1], bar=task.bar, precision=task.precision, first=first, step=STEP
+        ).runs[0]
         if (run.factor or 0.0) > best[0]:
             best, first = (run.factor or 0.0, policy), run.factor or 1.0
     return best[1] or EVEN, first
@@ -343,7 +350,7 @@ def dump(rates: Rates, figures: Sequence[Figure], *, wall_s: float) -> dict[str,
     """Return the results for programs."""
     return {
         "rates": [
-            {"workload": workload, "contender": policy, "bar": bar, **asdict(measured)}
+            {"workload": workload, "compared": policy, "bar": bar, **asdict(measured)}
             for (workload, policy, bar), measured in sorted(rates.items())
         ],
         "figures": [asdict(figure) for figure in figures],

@@ -19,7 +19,7 @@ _INTRODUCTION = """# Metrics
 
 Names as Prometheus stores them; the unit is in the name (seconds, bytes, tokens, ratio). Which program serves
 them at which port, and queries that answer common questions: [metrics](../metrics.md). Each program also
-exports the metrics `process_*` and `python_*` of its process.
+exports the metrics `process_*` of its process.
 
 The last column bounds the series of one process: T tiers, I instances, P reported pairs (at most 256), S
 services, F kinds of failures (about 30). Series of an instance, pair or service end with it.
@@ -53,8 +53,8 @@ class Family:
 
 _BOUNDS = {
     **{"tier": "T", "instance": "I", "prefill": "P", "decode": "P", "namespace": "S", "service": "S"},
-    **{"outcome": "F", "reason": "F", "cause": "5", "phase": "8", "part": "8", "path": "F", "task": "F"},
-    **{"action": "3", "trigger": "2", "to": "2", "role": "2", "header": "2"},
+    **{"outcome": "F", "reason": "F", "cause": "5", "phase": "8", "part": "9", "path": "F", "task": "F"},
+    **{"action": "3", "trigger": "2", "to": "2", "role": "2", "header": "2", "pool": "pools"},
 }
 """Most values of each label. Labels with the same letter name one thing; an instance has one role."""
 

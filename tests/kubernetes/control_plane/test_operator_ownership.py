@@ -134,7 +134,7 @@ def test_children_that_refer_to_a_foreign_object_wait_until_its_name_is_free(
     wait_until(lambda: degraded(api)[1] == "NameTaken", "the condition")
     said = f"{kind} {name} exists and was not made for this service; rename one of them"
     waiting = WAITING[kind]
-    assert degraded(api)[2] == f"{said}; not made until then: {', '.join(waiting)}"
+    assert degraded(api)[2] == f"{said}; not created until then: {', '.join(waiting)}"
     made = CHILDREN - {PLURALS[each.partition(" ")[0]] for each in waiting} - {plural}
     if plural in CHILD_PAIRS:
         made |= {plural}
@@ -150,7 +150,7 @@ def test_no_engine_runs_in_a_foreign_service_account(api: NamespaceClient) -> No
     api.create("serviceaccounts", {"metadata": {"name": "chat-engine"}})
     api.service(instances=2)
     wait_until(lambda: degraded(api)[1] == "NameTaken", "the condition")
-    assert "; not made until then: all engines" in degraded(api)[2]
+    assert "; not created until then: all engines" in degraded(api)[2]
     wait_until(lambda: created_children(api) == CHILDREN, "all other children")
     assert not {"chat-0", "chat-1"} & set(api.names("pods"))
     api.delete("serviceaccounts", "chat-engine")

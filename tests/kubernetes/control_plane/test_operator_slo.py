@@ -83,7 +83,7 @@ def test_attainment_is_a_column_and_is_not_rewritten_while_unchanged(
         assert (line[COLUMNS.index("SLO")], status["attainment"], status["tiers"]) == (
             "98.7",
             "98.7",
-            [{"name": "default", "attainment": "98.7", "offered": 1000}],
+            [{"name": "default", "attainment": "98.7", "ended": 1000}],
         )
         settled, requests = time.time() + 1.0, router.requests
         wait_until(lambda: time.time() >= settled + QUIET_S, "a quiet time", timeout_s=30)

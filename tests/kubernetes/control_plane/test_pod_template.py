@@ -107,6 +107,33 @@ def test_a_template_is_merged_as_the_api_server_does(
     assert without_order(ours) == without_order(theirs)
 
 
+WITH_MERGE = {
+    "in a map": {"nodeSelector": {"$patch": "merge", "zone": "b"}},
+    "in an item": {"containers": [{**ENGINE, "$patch": "merge", "command": ["c"]}]},
+}
+WITHOUT_MERGE = {
+    "in a map": {"nodeSelector": {"zone": "b"}},
+    "in an item": {"containers": [{**ENGINE, "command": ["c"]}]},
+}
+
+
+@pytest.mark.parametrize("name", WITH_MERGE)
+def test_the_directive_merge_changes_nothing_where_the_api_server_refuses_it(
+    control_plane: Cluster, namespace: str, name: str
+) -> None:
+    """Kustomize knows the directive; see decision 0065."""
+    path = f"/api/v1/namespaces/{namespace}/podtemplates"
+    base = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "base"}, "template": BASE}
+    status, said = control_plane.request("POST", path, json.dumps(base).encode())
+    assert status == 201, said
+    patch = json.dumps({"template": {"spec": WITH_MERGE[name]}}).encode()
+    status, _ = control_plane.request(
+        "PATCH", f"{path}/base?dryRun=All", patch, content_type="application/strategic-merge-patch+json"
+    )
+    ours, plain = (apply_template(BASE, {"spec": each[name]}) for each in (WITH_MERGE, WITHOUT_MERGE))
+    assert (status >= 400, ours) == (True, plain)
+
+
 def without_order(value: Any) -> Any:
     """The value with sorted lists of objects."""
     if isinstance(value, dict):

@@ -106,6 +106,40 @@ def test_a_change_on_older_crds_replaces_each_engine_once(
     assert "pdpools spec.defaultImage" in api.condition("Degraded")["message"]
 
 
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_an_upgrade_of_the_crds_keeps_every_engine_and_ends_the_complaint(
+    bare_cluster: Cluster, started: Any, version: str
+) -> None:
+    """As `helm upgrade` does: the CRDs are replaced, then the operator is restarted."""
+    apply_manifest(bare_cluster, PREVIOUS / f"{version}.yaml")
+    api = NamespaceClient(bare_cluster, "default")
+    address = pick_loopback_address()
+    before: OperatorProcess = started("op-a", "--lease-namespace", "default")
+    wait_until(before.is_leader, "the operator to lead", timeout_s=30)
+    with serve_engines(address):
+        api.service(instances=2)
+        wait_until(lambda: {"chat-0", "chat-1"} <= set(api.names("pods")), "the pods", timeout_s=30)
+        FakeKubelet(api, address).set_ready("chat-0", "chat-1")
+        wait_until(lambda: set(api.phases().values()) == {"Serving"}, "all to serve", timeout_s=30)
+        uids = engine_uids(api)
+        before.stop()
+        for path in sorted((ROOT / "crds").glob("*.yaml")):
+            apply_manifest(bare_cluster, path)
+        after: OperatorProcess = started("op-b", "--lease-namespace", "default")
+        wait_until(after.is_leader, "the new operator to lead", timeout_s=30)
+        wait_until(lambda: "CRDs" not in api.condition("Degraded")["message"], "no complaint", timeout_s=30)
+        wait_until(lambda: api.get("pdinstances", "chat-0")["status"].get("flipStrategy"), "a new field")
+    assert (set(api.phases().values()), engine_uids(api)) == ({"Serving"}, uids)
+    log = after.log.read_text()
+    assert [text for text in ("reconcile failed", "phase changed") if text in log] == []
+
+
+def engine_uids(api: NamespaceClient) -> dict[str, str]:
+    """Uids of the engines' pods, by name."""
+    found = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in api.list("pods")}
+    return {name: found[name] for name in ("chat-0", "chat-1")}
+
+
 def with_later_fields(crd: dict[str, Any]) -> dict[str, Any]:
     later = copy.deepcopy(crd)
     schema = later["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]

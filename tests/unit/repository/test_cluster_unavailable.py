@@ -100,13 +100,17 @@ class Reporter:
         self.lines.append(text)
 
 
-def test_summary_names_each_skipped_test_with_the_reason() -> None:
-    reporter: Any = Reporter(("test_a.py::test_b", "no Kubernetes"), ("test_a.py::test_a", "no Kubernetes"))
+def test_summary_has_one_line_for_each_reason_of_skipped_tests() -> None:
+    reporter: Any = Reporter(
+        ("test_a.py::test_b", "no Kubernetes"),
+        ("test_a.py::test_a", "no Kubernetes"),
+        ("test_b.py::test_a", "no recordings"),
+    )
     config: Any = SimpleNamespace(args=["one_file.py"], option=SimpleNamespace(seed=7))
     config.invocation_params = SimpleNamespace(dir=Path("/nowhere"))
     pytest_terminal_summary(reporter, config)
     assert reporter.lines[-3:] == [  # the lines above them are measurements of this run
-        "LEFT OUT test_a.py::test_a: no Kubernetes",
-        "LEFT OUT test_a.py::test_b: no Kubernetes",
+        "LEFT OUT 2 tests: no Kubernetes",
+        "LEFT OUT test_b.py::test_a: no recordings",
         "seed: repeat this run with --seed 7",
     ]

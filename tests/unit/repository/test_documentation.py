@@ -1,7 +1,9 @@
 """The documentation names what the code has, and each command in it is run by a test or says why not."""
 
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -42,6 +44,32 @@ def test_rules_name_families_that_exist() -> None:
     rules = (ROOT / "helm/fulcrum/rules/fulcrum.yaml").read_text(encoding="utf-8")
     named = set(re.findall(r"fulcrum_(?:router|operator|autoscaler)_\w+", rules))
     assert sorted(named - {family.name for found in list_families().values() for family in found}) == []
+
+
+def has_field(schema: Mapping[str, Any], path: Sequence[str]) -> bool:
+    """Whether an OpenAPI schema has a field of this path; a free mapping or object has any."""
+    for name in path:
+        schema = schema.get("items", schema)
+        if schema.get("additionalProperties") or schema.get("x-kubernetes-preserve-unknown-fields"):
+            return True
+        schema = schema.get("properties", {}).get(name)
+        if schema is None:
+            return False
+    return True
+
+
+def test_pages_name_fields_that_the_crds_have() -> None:
+    bodies = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in (ROOT / "crds").glob("*.yaml")]
+    schemas = [body["spec"]["versions"][0]["schema"]["openAPIV3Schema"] for body in bodies]
+    pages = [page for page in DOCS.rglob("*.md") if page.parent.name not in {"decisions", "reference"}]
+    named = {
+        path
+        for page in pages
+        for path in re.findall(r"`((?:spec|status)(?:\.\w+)+)", page.read_text("utf-8"))
+    }
+    assert named
+    unknown = [path for path in named if not any(has_field(schema, path.split(".")) for schema in schemas)]
+    assert sorted(unknown) == []
 
 
 def test_operator_writes_no_event_with_a_reason_that_is_not_listed() -> None:

@@ -199,20 +199,23 @@ CASES = [
 ]
 
 # Runs in the copy. Writes the files of each case, lints and removes them. Prints the ids of broken contracts.
+# A case is a pair: its files, and the contracts that are linted (all contracts if the list is empty).
 LINT_PROGRAM = r"""
 import contextlib, io, json, pathlib, re, sys
 from importlinter import configuration
 from importlinter.application.use_cases import lint_imports
 configuration.configure()
 names = {c["name"]: c["id"] for c in json.loads(sys.argv[1])}
-broken = []
-for files in json.load(sys.stdin):
+CACHE, broken = ".lint-cache", []
+for files, limited_to in json.load(sys.stdin):
     for name, source in files.items():
         pathlib.Path(name).write_text(source)
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        lint_imports(config_filename="pyproject.toml", cache_dir=".lint-cache", no_logo=True)
+        lint_imports(
+            config_filename="pyproject.toml", limit_to_contracts=limited_to, cache_dir=CACHE, no_logo=True
+        )
     results = re.findall(r"^(.+) (KEPT|BROKEN)", output.getvalue(), re.MULTILINE)
-    if {name for name, _ in results} != set(names):
+    if {names[name] for name, _ in results} != set(limited_to or names.values()):
         sys.exit(output.getvalue())
     broken.append([names[name] for name, result in results if result == "BROKEN"])
     for name in files:
@@ -237,7 +240,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
             LINT_PROGRAM,
             json.dumps([{"id": c["id"], "name": c["name"]} for c in contracts]),
         ],
-        input=json.dumps([case.files for case in CASES]),
+        input=json.dumps([(case.files, [case.breaks] if case.breaks else []) for case in CASES]),
         env=os.environ | {"PYTHONPATH": ":".join(str(copy / room) for room in ROOMS), "COLUMNS": "200"},
         cwd=copy,
         capture_output=True,

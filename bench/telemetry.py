@@ -1,0 +1,187 @@
+"""What metrics and traces cost the router: CPU a request with a scrape a second, with traces, with neither.
+
+Three routers over the same eight fake engines get blocks of requests in turn, as fast as they serve them.
+
+    python bench/telemetry.py [--rounds N] [--ratio SHARE]
+
+Exit code 1 if the metrics cost more than 2 %, or metrics and sampled traces more than 5 %. Probes of the
+engines and the scrape cost the same each second, so a machine that is busy with other work shows more.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+
+from tests.integration.router.fake_engines import PROMPT, FakeEngine
+
+BARS = {"metrics": 1.02, "metrics and traces": 1.05}
+ENGINES, CONCURRENCY, BLOCK_S, SCRAPE_S = 8, 16, 1.0, 1.0
+
+
+@dataclass
+class BenchRouter:
+    """One router process, and what it has used."""
+
+    name: str
+    process: subprocess.Popen[str]
+    port: int
+    metrics_port: int
+    scraped: bool
+    cpu_s: float = 0.0
+    requests: int = 0
+
+    def read_cpu_s(self) -> float:
+        """Processor time of all threads, in seconds."""
+        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+    @property
+    def cpu_a_request_s(self) -> float:
+        """Processor time of a request, in seconds."""
+        return self.cpu_s / self.requests
+
+
+@contextmanager
+def run_router(
+    name: str, ports: list[int], *, scraped: bool, environment: dict[str, str]
+) -> Iterator[BenchRouter]:
+    """Run a router over engines at these ports."""
+    half = len(ports) // 2
+    static = [f"{role}=" + ",".join(f"127.0.0.1:{port}" for port in some)
+              for role, some in (("prefill", ports[:half]), ("decode", ports[half:]))]  # fmt: skip
+    command = [sys.executable, "-m", "fulcrum_router", "--static", *static]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, **environment},
+    ) as process:
+        assert process.stdout is not None
+        try:
+            ready = json.loads(process.stdout.readline().removeprefix("ready "))
+            yield BenchRouter(name, process, ready["port"], ready["metrics_port"], scraped)
+        finally:
+            process.terminate()
+
+
+@asynccontextmanager
+async def serve_receiver(received: list[int]) -> AsyncIterator[str]:
+    """Accept OTLP requests; yields the URL."""
+
+    async def accept(request: web.Request) -> web.Response:
+        received.append(len(await request.read()))
+        return web.Response()
+
+    app = web.Application()
+    app.add_routes([web.post("/v1/traces", accept)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def scrape(client: aiohttp.ClientSession, router: BenchRouter) -> None:
+    """Read the metrics once a second, until cancelled."""
+    while True:
+        async with client.get(f"http://127.0.0.1:{router.metrics_port}/metrics") as response:
+            await response.read()
+        await asyncio.sleep(SCRAPE_S)
+
+
+async def send_block(client: aiohttp.ClientSession, router: BenchRouter) -> int:
+    """Send streams for some seconds; returns how many ended."""
+    until_s, body, ended = time.monotonic() + BLOCK_S, {**PROMPT, "stream": True}, 0
+
+    async def send() -> None:
+        nonlocal ended
+        while time.monotonic() < until_s:
+            async with client.post(f"http://127.0.0.1:{router.port}/v1/completions", json=body) as response:
+                await response.read()
+                ended += response.status == 200
+
+    await asyncio.gather(*(send() for _ in range(CONCURRENCY)))
+    return ended
+
+
+async def measure_block(client: aiohttp.ClientSession, router: BenchRouter, *, counts: bool) -> None:
+    """Send a block, with scrapes if the router is scraped, and add what it used."""
+    began_s = router.read_cpu_s()
+    scraping = asyncio.ensure_future(scrape(client, router)) if router.scraped else None
+    requests = await send_block(client, router)
+    if scraping is not None:
+        scraping.cancel()
+        await asyncio.gather(scraping, return_exceptions=True)
+    if counts:
+        router.requests += requests
+        router.cpu_s += router.read_cpu_s() - began_s
+
+
+async def run(rounds: int, ratio: float) -> int:
+    """Measure and report; returns the exit code."""
+    engines = [FakeEngine(f"e{number}") for number in range(ENGINES)]
+    received: list[int] = []
+    async with contextlib.AsyncExitStack() as stack:
+        servers = [await asyncio.start_server(engine.serve, "127.0.0.1", 0) for engine in engines]
+        ports = [server.sockets[0].getsockname()[1] for server in servers]
+        traces = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": await stack.enter_async_context(serve_receiver(received)),
+            "OTEL_TRACES_SAMPLER_ARG": str(ratio),
+        }
+        routers = [
+            stack.enter_context(run_router("neither", ports, scraped=False, environment={})),
+            stack.enter_context(run_router("metrics", ports, scraped=True, environment={})),
+            stack.enter_context(run_router("metrics and traces", ports, scraped=True, environment=traces)),
+        ]
+        client = await stack.enter_async_context(aiohttp.ClientSession())
+        for number in range(rounds + 1):  # the first round warms up
+            for router in routers if number % 2 else reversed(routers):
+                await measure_block(client, router, counts=number > 0)
+            for engine in engines:
+                engine.requests.clear()
+        for server in servers:
+            server.close()
+    return report(routers, ratio, received)
+
+
+def report(routers: list[BenchRouter], ratio: float, received: list[int]) -> int:
+    """Print the figures; returns the exit code."""
+    base, missed = routers[0].cpu_a_request_s, 0
+    for router in routers:
+        relation, bar = router.cpu_a_request_s / base, BARS.get(router.name, 1.0)
+        verdict = "" if router is routers[0] else f"bar {bar} × {'ok' if relation <= bar else 'MISSED'}"
+        missed += bool(verdict) and relation > bar
+        print(
+            f"{router.name:20} {1e6 * router.cpu_a_request_s:7.1f} µs a request, {relation:.3f} ×, "
+            f"{router.requests} requests  {verdict}"
+        )
+    print(f"sampled: {ratio:g}; {len(received)} OTLP requests, {sum(received)} bytes")
+    return int(bool(missed))
+
+
+def main() -> None:
+    """Parse the arguments and run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=10, help="blocks of each router (%(default)s)")
+    parser.add_argument("--ratio", type=float, default=0.01, help="share of traced requests (%(default)s)")
+    options = parser.parse_args()
+    sys.exit(asyncio.run(run(options.rounds, options.ratio)))
+
+
+if __name__ == "__main__":
+    main()
