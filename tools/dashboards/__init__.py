@@ -1,1 +1,1 @@
-"""Grafana dashboards as code: `python -m tools.dashboards FOLDER` writes one JSON file for each."""
+"""Grafana dashboards as code, one module each; `python -m tools.dashboards FOLDER` writes the JSON files."""

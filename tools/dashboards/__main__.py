@@ -3,7 +3,17 @@
 import sys
 from pathlib import Path
 
-from tools.dashboards.definitions import build_dashboards
+from tools.dashboards import autoscaler, control_plane, cost, instances, service, tiers
+
+DASHBOARDS = {
+    "service": service.build,
+    "tiers": tiers.build,
+    "cost": cost.build,
+    "instances": instances.build,
+    "autoscaler": autoscaler.build,
+    "control-plane": control_plane.build,
+}
+"""What builds the JSON of each dashboard, by the name of its file without suffix."""
 
 
 def main(folder: Path) -> None:
@@ -11,8 +21,8 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for stale in folder.glob("*.json"):
         stale.unlink()
-    for name, text in build_dashboards().items():
-        (folder / f"{name}.json").write_text(text, encoding="utf-8")
+    for name, build in DASHBOARDS.items():
+        (folder / f"{name}.json").write_text(build(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
-"""The pieces of all dashboards: queries, variables, links, and panels whose description says what to do.
+"""Build Grafana's JSON: panels whose description says what to do, and the dashboard around them.
 
-Everything goes by the labels `namespace` and `service`; only the file layout is checked here (by the SDK's
-types). Schema version 41.
+The types of Grafana's SDK check the layout of the file, not the queries. Schema version 41.
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, statetimeline, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
@@ -27,37 +25,11 @@ from grafana_foundation_sdk.models.dashboard import (
     VariableRefresh,
 )
 
-SELECTOR = 'namespace="$namespace",service="$service"'
-RATE = "$__rate_interval"
-FLIPS = f"sum by (to) (increase(fulcrum_autoscaler_flips_total{{{SELECTOR}}}[{RATE}])) > 0"
-"""Query of the annotations: when instances were flipped, and to which role."""
+from tools.dashboards.queries import FLIPS, Query
+
 _SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 _WIDTH, _HEIGHT = 12, 8
 Panel = timeseries.Panel | stat.Panel | statetimeline.Panel
-
-
-@dataclass(frozen=True, slots=True)
-class Query:
-    """A PromQL expression and the name of its series."""
-
-    expr: str
-    legend: str = ""
-
-    def build(self, number: int) -> prometheus.Dataquery:
-        """Build the target with the letter of its number."""
-        target = prometheus.Dataquery().datasource(_SOURCE).expr(self.expr).legend_format(self.legend)
-        return target.ref_id(chr(ord("A") + number)).range()
-
-
-def quantile(share: float, metric: str, by: str = "tier") -> Query:
-    """A quantile of a histogram of the router, by a label."""
-    expr = f"histogram_quantile({share}, sum by (le, {by}) (rate({metric}_bucket{{{SELECTOR}}}[{RATE}])))"
-    return Query(expr, f"{{{{{by}}}}} p{100 * share:g}")
-
-
-def quantiles(metric: str, by: str = "tier") -> list[Query]:
-    """The quantiles p50 to p99.9."""
-    return [quantile(share, metric, by) for share in (0.5, 0.9, 0.99, 0.999)]
 
 
 def lines(
@@ -85,14 +57,14 @@ def lines(
     if top is not None:
         panel = panel.axis_soft_max(top)
     for number, query in enumerate(queries):
-        panel = panel.with_target(query.build(number))
+        panel = panel.with_target(_build_target(query, number))
     return panel
 
 
 def figure(title: str, text: str, query: Query, *, unit: str = "short", width: int = 6) -> stat.Panel:
     """A panel with one number."""
     panel = stat.Panel().title(title).description(text).datasource(_SOURCE).unit(unit)
-    return panel.span(width).height(4).with_target(query.build(0))
+    return panel.span(width).height(4).with_target(_build_target(query, 0))
 
 
 def timeline(
@@ -105,7 +77,7 @@ def timeline(
     }
     panel = statetimeline.Panel().title(title).description(text).datasource(_SOURCE)
     panel = panel.mappings([ValueMap(options=options)])
-    return panel.span(width).height(_HEIGHT).merge_values(True).with_target(query.build(0))
+    return panel.span(width).height(_HEIGHT).merge_values(True).with_target(_build_target(query, 0))
 
 
 def build_dashboard(
@@ -160,3 +132,9 @@ def build_dashboard(
 def _steps(limit: float) -> dashboard.ThresholdsConfig:
     steps = [Threshold(value=None, color="green"), Threshold(value=limit, color="red")]
     return dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps)
+
+
+def _build_target(query: Query, number: int) -> prometheus.Dataquery:
+    """Build the query of a panel; Grafana names the queries of a panel by letters."""
+    target = prometheus.Dataquery().datasource(_SOURCE).expr(query.expr).legend_format(query.legend)
+    return target.ref_id(chr(ord("A") + number)).range()

@@ -1,0 +1,73 @@
+"""Dashboard Autoscaler: what it sees, and what it decides and does."""
+
+from tools.dashboards.panels import Panel, build_dashboard, lines
+from tools.dashboards.queries import RATE, SELECTOR, Query, largest, rate
+
+
+def build() -> str:
+    """Build the JSON of the dashboard."""
+    rows = [("What it sees", _seen()), ("What it does", _done())]
+    return build_dashboard("Autoscaler", "What it sees, decides and does.", rows)
+
+
+def _seen() -> list[Panel]:
+    return [
+        lines(
+            "Load by role",
+            "What the autoscaler saw. NaN (a gap): it cannot tell, and flips nothing.",
+            [largest("autoscaler_load_ratio", "role")],
+            limit=1.0,
+        ),
+        lines(
+            "Assigned and serving instances",
+            "Apart for long: an engine starts, drains or is ejected.",
+            [
+                largest("autoscaler_assigned_instances", "role", legend="{{role}} assigned"),
+                largest("router_serving_instances", "role", legend="{{role}} serving"),
+            ],
+        ),
+        lines(
+            "Age of the router's state",
+            "More than some seconds: the autoscaler cannot read the router; see FulcrumAutoscalerBlind.",
+            [Query(f"max(fulcrum_autoscaler_router_state_age_seconds{{{SELECTOR}}})", "age")],
+            unit="s",
+        ),
+        lines(
+            "Error of the predicted TTFT",
+            "0.1: predicted 10 % too long. Beyond 0.5 flips come too early or too late.",
+            [largest("router_ttft_prediction_error_ratio", "part")],
+            unit="percentunit",
+        ),
+    ]
+
+
+def _done() -> list[Panel]:
+    return [
+        lines(
+            "Decisions",
+            "By action. refuse: a rule forbids the flip that the load calls for; `fulcrum explain` names it.",
+            [rate("autoscaler_decisions_total", "action")],
+            unit="ops",
+        ),
+        lines(
+            "Flips",
+            "By new role, in five minutes. Both roles together: instances flip to and fro.",
+            [Query(f"sum by (to) (increase(fulcrum_autoscaler_flips_total{{{SELECTOR}}}[5m]))", "to {{to}}")],
+        ),
+        lines(
+            "Flip requests of the router",
+            "No instance of the role met the SLO for a request. Without flips after it: see the decisions.",
+            [rate("router_flip_requests_total", "role")],
+            unit="reqps",
+        ),
+        lines(
+            "Write conflicts",
+            "Flips that were decided again, because the assignment had changed. A few are normal.",
+            [
+                Query(
+                    f"sum(rate(fulcrum_autoscaler_write_conflicts_total{{{SELECTOR}}}[{RATE}]))", "conflicts"
+                )
+            ],
+            unit="ops",
+        ),
+    ]

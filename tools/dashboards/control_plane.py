@@ -1,0 +1,93 @@
+"""Dashboard Control plane: operators, active routers, reconciles, and the memory of the router."""
+
+from tools.dashboards.panels import Panel, build_dashboard, figure, lines, timeline
+from tools.dashboards.queries import RATE, SELECTOR, Query, largest, median_and_p99, rate
+
+
+def build() -> str:
+    """Build the JSON of the dashboard."""
+    rows = [("State", _state()), ("Operator", _reconciles()), ("Router", _router())]
+    return build_dashboard("Control plane", "Operator, routers, API.", rows)
+
+
+def _state() -> list[Panel]:
+    return [
+        figure(
+            "Operators that lead",
+            "1 is right. 0: see FulcrumOperatorWithoutLeader.",
+            Query("sum(fulcrum_operator_leader)"),
+        ),
+        figure(
+            "Active routers", "1 is right. 0: see FulcrumNoActiveRouter.", largest("router_active", "service")
+        ),
+        figure(
+            "Generation of the assignment",
+            "The router's acknowledgement. If it stays behind the PDAssignment, the router's watch is stale.",
+            largest("router_assignment_generation", "service"),
+        ),
+        figure(
+            "Takeovers in an hour",
+            "More than one beyond roll-outs: routers lose their Lease; see FulcrumRouterFailover.",
+            Query(f"sum(increase(fulcrum_router_takeovers_total{{{SELECTOR}}}[1h]))"),
+        ),
+    ]
+
+
+def _reconciles() -> list[Panel]:
+    return [
+        lines(
+            "Reconciles",
+            "Per second, by outcome. error, unreadable: see the condition Degraded of the services.",
+            [Query(f"sum by (outcome) (rate(fulcrum_operator_reconciles_total[{RATE}]))", "{{outcome}}")],
+            unit="ops",
+        ),
+        lines(
+            "Duration of reconciles",
+            "Seconds mean that the API server is slow.",
+            median_and_p99("fulcrum_operator_reconcile_seconds", ""),
+            unit="s",
+        ),
+        lines(
+            "Instances by phase",
+            "All Serving is right. Starting for long: see how long the model should take in `fulcrum "
+            "status`.",
+            [Query(f"max by (phase) (fulcrum_operator_instances{{{SELECTOR}}}) > 0", "{{phase}}")],
+            stacked=True,
+        ),
+        lines(
+            "Longest time in a phase",
+            "Draining for more than half an hour: a request does not end; see FulcrumDrainStuck.",
+            [largest("operator_longest_phase_seconds", "phase")],
+            unit="s",
+        ),
+        timeline(
+            "Conditions",
+            "Ready and KVTransferVerified are True, Degraded is False in a sound service; docs/runbooks has "
+            "a page for each.",
+            Query(
+                f"max by (condition, reason) (fulcrum_operator_service_condition{{{SELECTOR}}}) + 1",
+                "{{condition}}: {{reason}}",
+            ),
+            names=[("Unknown", "grey"), ("False", "purple"), ("True", "blue")],
+        ),
+    ]
+
+
+def _router() -> list[Panel]:
+    return [
+        lines(
+            "Memory of requests",
+            "At the limit the router refuses bodies with a 503: raise its memory, or send smaller ones.",
+            [
+                Query(f"max(fulcrum_router_request_memory_bytes{{{SELECTOR}}})", "held"),
+                Query(f"max(fulcrum_router_request_memory_max_bytes{{{SELECTOR}}})", "limit"),
+            ],
+            unit="bytes",
+        ),
+        lines(
+            "Failed background tasks",
+            "Each was started again. Any line deserves the router's log.",
+            [rate("router_background_task_failures_total", "task")],
+            unit="ops",
+        ),
+    ]

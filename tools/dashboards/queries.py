@@ -1,0 +1,57 @@
+"""PromQL of the dashboards: the labels that queries select by, and the queries that several panels share."""
+
+from dataclasses import dataclass
+
+SELECTOR = 'namespace="$namespace",service="$service"'
+RATE = "$__rate_interval"
+FLIPS = f"sum by (to) (increase(fulcrum_autoscaler_flips_total{{{SELECTOR}}}[{RATE}])) > 0"
+"""Query of the annotations: when instances were flipped, and to which role."""
+OFFERED = f"fulcrum_router_requests_offered_total{{{SELECTOR}}}"
+"""Requests that arrived."""
+SLO_MET = f"fulcrum_router_requests_slo_met_total{{{SELECTOR}}}"
+ENDED = f'fulcrum_router_requests_total{{{SELECTOR},outcome=~"ok|failed|broken|left_late"}}'
+"""Requests that count in the SLO attainment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A PromQL expression and the name of its series."""
+
+    expr: str
+    legend: str = ""
+
+
+def largest(metric: str, by: str, *, legend: str = "") -> Query:
+    """The largest value of a gauge, by labels: of two routers the standby shows 0."""
+    return Query(f"max by ({by}) (fulcrum_{metric}{{{SELECTOR}}})", legend or _name_series(by))
+
+
+def rate(metric: str, by: str) -> Query:
+    """How often a counter is raised in a second, by labels."""
+    return Query(f"sum by ({by}) (rate(fulcrum_{metric}{{{SELECTOR}}}[{RATE}]))", _name_series(by))
+
+
+def quantile(share: float, metric: str, by: str = "tier") -> Query:
+    """A quantile of a histogram, by a label."""
+    expr = f"histogram_quantile({share}, sum by (le, {by}) (rate({metric}_bucket{{{SELECTOR}}}[{RATE}])))"
+    return Query(expr, f"{_name_series(by)} p{100 * share:g}")
+
+
+def quantiles(metric: str, by: str = "tier") -> list[Query]:
+    """The quantiles p50 to p99.9 of a histogram, by a label."""
+    return [quantile(share, metric, by) for share in (0.5, 0.9, 0.99, 0.999)]
+
+
+def median_and_p99(metric: str, selector: str) -> list[Query]:
+    """The quantiles p50 and p99 of a histogram over all series of the selector."""
+    return [
+        Query(
+            f"histogram_quantile({share}, sum by (le) (rate({metric}_bucket{selector}[{RATE}])))",
+            f"p{100 * share:g}",
+        )
+        for share in (0.5, 0.99)
+    ]
+
+
+def _name_series(by: str) -> str:
+    return " ".join(f"{{{{{label.strip()}}}}}" for label in by.split(","))

@@ -1,0 +1,165 @@
+"""Dashboard Service: SLO attainment, latency, work and failures of one service."""
+
+from tools.dashboards.panels import Panel, build_dashboard, lines
+from tools.dashboards.queries import (
+    ENDED,
+    OFFERED,
+    RATE,
+    SELECTOR,
+    SLO_MET,
+    Query,
+    largest,
+    median_and_p99,
+    quantiles,
+    rate,
+)
+
+_MET = f"sum by (tier) (rate({SLO_MET}[{RATE}]))"
+_JUDGED = f"sum by (tier) (rate({ENDED}[{RATE}]))"
+_BUDGET = f"on (namespace, service) group_left () fulcrum:slo_budget:ratio{{{SELECTOR}}}"
+
+
+def build() -> str:
+    """Build the JSON of the dashboard."""
+    rows = [("SLO", _slo()), ("Latency", _latency()), ("Work", _work()), ("KV transfers and failures", _kv())]
+    return build_dashboard("Service", "Is the SLO met, and what holds it back?", rows)
+
+
+def _slo() -> list[Panel]:
+    return [
+        lines(
+            "SLO attainment",
+            "Share of requests that met TTFT and TPOT. Below the objective: look at the causes beside it.",
+            [
+                Query(f"{_MET} / {_JUDGED}", "{{tier}}"),
+                Query(f"max(fulcrum_operator_slo_objective_ratio{{{SELECTOR}}})", "objective"),
+            ],
+            unit="percentunit",
+        ),
+        lines(
+            "What the misses wait for",
+            "Misses per second by the part of their time that was longest. waiting, prefill_queue: "
+            "more prefill. "
+            "decode, decode_queue: more decode. transfer: see KV transfers below. retries: see failed legs.",
+            [rate("router_slo_misses_total", "part")],
+            stacked=True,
+        ),
+        lines(
+            "Error budget burn",
+            "1 uses up the budget exactly. Above 14.4 in both windows FulcrumSLOBurnsFast fires.",
+            [
+                Query(
+                    f"fulcrum:slo_misses:ratio_rate{window}{{{SELECTOR}}} / {_BUDGET}",
+                    f"{{{{tier}}}} {window}",
+                )
+                for window in ("5m", "1h")
+            ],
+            limit=14.4,
+        ),
+        lines(
+            "Where the time goes",
+            "Mean seconds of a request by part. Compare with the objectives: the part that grows is "
+            "the bottleneck.",
+            [
+                Query(
+                    f"sum by (part) (rate(fulcrum_router_request_time_seconds_total{{{SELECTOR}}}[{RATE}]))"
+                    f" / ignoring (part) group_left () sum({_JUDGED})",
+                    "{{part}}",
+                )
+            ],
+            unit="s",
+            stacked=True,
+        ),
+    ]
+
+
+def _latency() -> list[Panel]:
+    return [
+        lines(
+            "TTFT of streams",
+            "From arrival to the first token. If p99 leaves p50 behind, look at the queues.",
+            quantiles("fulcrum_router_ttft_seconds"),
+            unit="s",
+        ),
+        lines(
+            "TPOT of streams",
+            "Mean time per token after the first. Too high: more decode instances, or smaller batches.",
+            quantiles("fulcrum_router_tpot_seconds"),
+            unit="s",
+        ),
+        lines(
+            "Whole responses",
+            "Duration of responses that are not streamed. Their objective is TTFT plus TPOT for each "
+            "further token.",
+            quantiles("fulcrum_router_response_seconds"),
+            unit="s",
+        ),
+        lines(
+            "Waiting in the router",
+            "Until the first leg is sent. More than some milliseconds: every prefill instance has "
+            "enough work.",
+            quantiles("fulcrum_router_waiting_seconds"),
+            unit="s",
+        ),
+    ]
+
+
+def _work() -> list[Panel]:
+    return [
+        lines(
+            "Split",
+            "Serving instances by role. A flip moves one from the one line to the other.",
+            [largest("router_serving_instances", "role")],
+        ),
+        lines(
+            "Load by role",
+            "1: the objective is just met. Above it the autoscaler flips, or holds; the dashboard "
+            "Autoscaler shows the reason.",
+            [largest("autoscaler_load_ratio", "role")],
+            limit=1.0,
+        ),
+        lines(
+            "Requests",
+            "Per second, by outcome. failed and broken are ours to explain; invalid ones are the clients'.",
+            [Query(f"sum(rate({OFFERED}[{RATE}]))", "offered"), rate("router_requests_total", "outcome")],
+            unit="reqps",
+        ),
+        lines(
+            "Refused and stopped",
+            "Requests that were not tried again, by reason. full: the waiting room; retry_budget: "
+            "engines fail.",
+            [rate("router_stopped_requests_total", "reason")],
+            unit="reqps",
+        ),
+    ]
+
+
+def _kv() -> list[Panel]:
+    return [
+        lines(
+            "KV transfers",
+            "By outcome. recomputed: decode computed the prompt again; the runbook of "
+            "KVTransferVerified says why.",
+            [rate("router_kv_transfers_total", "outcome")],
+            unit="ops",
+        ),
+        lines(
+            "Time of KV transfers",
+            "From sending the decode leg to its first token: transfer, queue and first step.",
+            median_and_p99("fulcrum_router_kv_transfer_seconds", f"{{{SELECTOR}}}"),
+            unit="s",
+        ),
+        lines(
+            "Local prefills",
+            "Prompts that decode computes itself, by reason. More than a few: prefill or KV transfers fail.",
+            [rate("router_local_prefills_total", "reason")],
+            unit="reqps",
+        ),
+        lines(
+            "Failed legs",
+            "Requests to engines that failed, by cause. For engine and network the dashboard "
+            "Instances names the instance.",
+            [rate("router_leg_failures_total", "phase, cause")],
+            unit="reqps",
+        ),
+    ]
