@@ -77,9 +77,14 @@ export class FlowCanvas {
     this.total = 0;
     this.cumulative = state.flows.map((flow) => (this.total += flow[2]));
     this.total += state.rates.local_prefills;
-    const style = getComputedStyle(this.laneCanvas);
-    this.colours = ["--prefill", "--transfer", "--decode"].map((name) => style.getPropertyValue(name));
-    this.drawLanes(state, layout, style.getPropertyValue("--lane"));
+    this.colours = ["--prefill", "--transfer", "--decode"].map((name) => this.readColour(name));
+    this.drawLanes(state, layout, this.readColour("--lane"));
+  }
+
+  /** Returns a colour of the current theme. A canvas cannot evaluate `light-dark()`, which the variable contains. */
+  private readColour(variable: string): string {
+    this.laneCanvas.style.color = `var(${variable})`;
+    return getComputedStyle(this.laneCanvas).color;
   }
 
   private draw = (now_ms: number): void => {
