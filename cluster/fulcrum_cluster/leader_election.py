@@ -137,6 +137,8 @@ class LeaderElector:
         clock: Wall clock for the record, monotonic clock for durations.
         rng: Spreads the candidates' retries.
         on_change: Called with True when it starts to lead and with False when it stops.
+        able_to_lead: Returns whether the program can do a leader's work; if not, the Lease is neither renewed
+            nor taken.
         sleep: Waits for a number of seconds.
     """
 
@@ -150,11 +152,12 @@ class LeaderElector:
         clock: Clock,
         rng: random.Random,
         on_change: Callable[[bool], None] = lambda _leads: None,
+        able_to_lead: Callable[[], bool] = lambda: True,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._lease_store, self._identity, self._timing = lease_store, identity, timing
         self._step_down, self._clock, self._rng = step_down, clock, rng
-        self._on_change, self._sleep = on_change, sleep
+        self._on_change, self._able_to_lead, self._sleep = on_change, able_to_lead, sleep
         self._leading = False
         self._renewed_at_s = 0.0
         self._last_observed: tuple[str | None, str | None] | None = None
@@ -230,6 +233,8 @@ class LeaderElector:
 
     async def _acquire_or_renew(self, old: LeaseRecord | None, version: str | None) -> None:
         """Renew or take over. After a conflicting write the next attempt reads the new holder."""
+        if not self._able_to_lead():
+            return
         now_s, now = self._clock.monotonic_s(), format_time(self._clock.now_s())
         own = old is not None and old.holder == self._identity
         record = LeaseRecord(

@@ -22,7 +22,7 @@ from aiohttp import web
 
 from fulcrum_cluster.client import ClusterClient, open_cluster, resolve_client_config
 from fulcrum_cluster.clock import SystemClock
-from fulcrum_cluster.election_thread import ElectionThread
+from fulcrum_cluster.election_thread import HUNG_AFTER_S, ElectionThread
 from fulcrum_cluster.leader_election import OPERATOR_TIMING, KubernetesLease, LeaderElector, StepDown
 from fulcrum_cluster.logs import add_log_level_option, configure_logging
 from fulcrum_cluster.objects import ObjectApi
@@ -168,7 +168,11 @@ async def _run_operator(args: argparse.Namespace) -> int:
 
     def elect(on_change: Callable[[bool], None]) -> ElectionThread:
         return ElectionThread(
-            partial(make_elector, lease_cluster.objects, args), lease_cluster.aclose, on_change
+            partial(make_elector, lease_cluster.objects, args),
+            lease_cluster.aclose,
+            on_change,
+            hung_after_s=HUNG_AFTER_S,
+            clock=SystemClock(),
         )
 
     async with (
@@ -211,7 +215,10 @@ E = TypeVar("E", bound=Election)
 
 
 def make_elector(
-    lease_objects: ObjectApi, args: argparse.Namespace, on_change: Callable[[bool], None]
+    lease_objects: ObjectApi,
+    args: argparse.Namespace,
+    on_change: Callable[[bool], None],
+    able_to_lead: Callable[[], bool] = lambda: True,
 ) -> LeaderElector:
     """The elector of this process, as the command line says."""
     return LeaderElector(
@@ -222,6 +229,7 @@ def make_elector(
         clock=SystemClock(),
         rng=random.Random(),
         on_change=on_change,
+        able_to_lead=able_to_lead,
     )
 
 

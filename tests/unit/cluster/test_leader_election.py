@@ -61,6 +61,7 @@ class Candidates:
         self.by_name: dict[str, LeaderElector] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.history: list[tuple[str, bool]] = []
+        self.unable: set[str] = set()
 
     def start(self, name: str) -> LeaderElector:
         elector = self.by_name[name] = LeaderElector(
@@ -71,6 +72,7 @@ class Candidates:
             clock=LoopClock(),
             rng=self.rng,
             on_change=lambda leads: self.history.append((name, leads)),
+            able_to_lead=lambda: name not in self.unable,
         )
         self.tasks[name] = asyncio.ensure_future(elector.run())
         return elector
@@ -127,6 +129,28 @@ async def test_dead_leader_is_replaced_within_lease_duration_plus_retry(
         assert election.leading == ["b"]
         assert election.lease_store.record is not None
         assert election.lease_store.record.transitions == 1
+
+
+async def test_leader_that_is_unable_to_lead_is_replaced_as_if_it_were_dead(seed: int) -> None:
+    with candidates(seed, StepDown.AT_DEADLINE) as election:
+        election.start("a")
+        await advance(SHORT_S)
+        election.start("b")
+        await advance(7.3)
+        election.unable.add("a")
+        await advance(TIMING.lease_duration_s + TIMING.retry_interval_s + 2 * SHORT_S)
+        assert (election.leading, election.history) == (["b"], [("a", True), ("a", False), ("b", True)])
+
+
+async def test_free_lease_is_left_to_a_candidate_that_is_able_to_lead(seed: int) -> None:
+    with candidates(seed, StepDown.AT_DEADLINE) as election:
+        election.unable.add("a")
+        election.start("a")
+        await advance(5)
+        assert (election.leading, election.lease_store.record) == ([], None)
+        election.unable.remove("a")
+        await advance(TIMING.retry_interval_s)
+        assert election.leading == ["a"]
 
 
 @EACH_STEP_DOWN
