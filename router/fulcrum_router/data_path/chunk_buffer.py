@@ -5,14 +5,23 @@ A chunk that is too large to hold back is passed on in pieces; until its end no 
 
 MAX_BUFFERED_CHUNK_BYTES = 65_536
 """A chunk up to this size is forwarded only when it is complete."""
+MAX_REWRITTEN_CHUNK_BYTES = 524_288
+"""The same of a stream whose chunks are written again: ids of the prompt that an engine returns take up to
+seven bytes for each byte of its text.
+"""
 
 
 class ChunkBuffer:
-    """The received bytes of one stream that are not forwarded yet."""
+    """The received bytes of one stream that are not forwarded yet.
 
-    __slots__ = ("held", "mid_chunk", "starts_mid_chunk")
+    Args:
+        rewritten: Whether its chunks are written again, as those of a continued stream.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_max_bytes", "held", "mid_chunk", "starts_mid_chunk")
+
+    def __init__(self, *, rewritten: bool = False) -> None:
+        self._max_bytes = MAX_REWRITTEN_CHUNK_BYTES if rewritten else MAX_BUFFERED_CHUNK_BYTES
         self.held = b""
         """Chunks before the first token, the beginning of a chunk."""
         self.mid_chunk = False
@@ -32,7 +41,7 @@ class ChunkBuffer:
             ready, self.held, self.mid_chunk = self.held + data[:boundary], data[boundary:], False
             return ready
         self.held += data
-        if len(self.held) <= MAX_BUFFERED_CHUNK_BYTES:
+        if len(self.held) <= self._max_bytes:
             return b""
         ready, self.held, self.mid_chunk = self.held, b"", True
         return ready
@@ -40,4 +49,4 @@ class ChunkBuffer:
     def put_back(self, chunks: bytes) -> bool:
         """Hold chunks back that were taken and not forwarded; False: they are too many."""
         self.held = chunks + self.held
-        return len(self.held) <= MAX_BUFFERED_CHUNK_BYTES
+        return len(self.held) <= self._max_bytes

@@ -180,7 +180,7 @@ class DecodeResponse(Completion[None]):
         if self._continued is not None and head.length != CHUNKED:
             self.streaming = False  # it cannot be made a part of the stream: see `_find_failure`
         if self.streaming:
-            self._chunks = ChunkBuffer()
+            self._chunks = ChunkBuffer(rewritten=self._continued is not None)
             self.connection.end_s = self.sent_s + self._observer.max_response_s
 
     def on_body(self, data: bytes, boundary: int) -> None:
@@ -234,7 +234,7 @@ class DecodeResponse(Completion[None]):
     def _rewrite(self, data: bytes) -> bytes:
         """Make chunks of this engine those of the stream that another one began; empty: none is left."""
         assert self._continued is not None
-        if self._chunks.mid_chunk or self._chunks.starts_mid_chunk:
+        if self._chunks.mid_chunk:
             self._abort(Failure.TOO_LARGE, "a chunk of the continued stream is too large")
             return b""
         return self._continued.rewrite(data)
@@ -470,7 +470,7 @@ class DecodeResponse(Completion[None]):
     @property
     def is_mid_chunk(self) -> bool:
         """Whether the client has a part of a chunk: nothing but its rest may follow."""
-        return self._chunks.mid_chunk
+        return self._chunks.mid_chunk and self._continued is None
 
     def build_stream_error(self, message: str) -> bytes:
         """The error event for a broken stream; empty where no event can be inserted, as inside a chunk."""

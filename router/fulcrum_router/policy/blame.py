@@ -37,9 +37,9 @@ _BLAME = {
     Failure.MALFORMED: Blame.ENGINE,
     Failure.NO_KV_TRANSFER_PARAMS: Blame.ENGINE,
     Failure.TOO_LARGE: Blame.CLIENT,
-    Failure.TOO_LONG: Blame.LOAD,
     Failure.LEASE_EXPIRED: Blame.LOAD,
 }
+_LATE = (Failure.TIMEOUT, Failure.TOO_LONG)
 _CONSEQUENCES = frozenset({Failure.EJECTED, Failure.NO_KV_TRANSFER_PARAMS})
 """Failures that are known of the instance already, or concern its settings and not its health."""
 
@@ -56,7 +56,7 @@ def find_blame(failure: Failure, *, status: int, probes_answered: bool) -> Blame
         if status in SHED_STATUSES:
             return Blame.LOAD
         return Blame.CLIENT if 400 <= status < 500 else Blame.ENGINE
-    if failure is Failure.TIMEOUT:
+    if failure in _LATE:
         return Blame.LOAD if probes_answered else Blame.ENGINE
     return _BLAME[failure]
 

@@ -222,6 +222,40 @@ async def test_a_stream_that_breaks_within_a_chunk_is_not_continued(
         assert (continuations(world), world["d2"].decodes) == ({"failed": 1}, [])
 
 
+async def test_a_large_event_of_the_next_engine_reaches_the_client(client: aiohttp.ClientSession) -> None:
+    """A prompt of text may come back as ids, which take several times its bytes."""
+
+    async def send_large(response: ResponseWriter) -> None:
+        await response.start_stream()
+        await response.event(event("d2", WORDS[3], prompt_token_ids=[123_456] * 40_000))
+        await response.event(event("d2", "", finish_reason="stop"))
+        await response.raw(frame_event("[DONE]") + b"0\r\n\r\n")
+
+    async with run_router(*engines(second=send_large)) as world:
+        received = await request(client, world.url(), {**SOUND, "return_token_ids": True})
+        assert (received.text, received.done) == ("".join(WORDS[:4]), True)
+        assert continuations(world) == {"continued": 1}
+
+
+@pytest.mark.parametrize("words", [0, 1])
+async def test_a_chunk_of_the_next_engine_that_is_too_large_ends_in_an_error_event(
+    client: aiohttp.ClientSession, words: int
+) -> None:
+    async def send_too_large(response: ResponseWriter) -> None:
+        await stream_words(3, 3 + words, response_too_large)(response)
+
+    async def response_too_large(response: ResponseWriter) -> None:
+        await response.raw(frame_event(event("d2", "x" * chunk_buffer.MAX_REWRITTEN_CHUNK_BYTES))[:-10])
+        await response.hang()
+
+    given = engines(second=send_too_large)
+    given[0].decode = respond_event_500  # nor does the last engine go on
+    async with run_router(*given) as world:
+        received = await request(client, world.url(), SOUND)
+        assert (received.text, received.error_code) == ("".join(WORDS[: 3 + words]), 502)
+        assert world.ledgers_are_empty()
+
+
 @pytest.mark.parametrize("odd", ODD_EVENTS)
 async def test_odd_numbers_of_an_engine_end_in_an_error_event(
     client: aiohttp.ClientSession, odd: str

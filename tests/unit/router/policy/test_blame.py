@@ -16,6 +16,7 @@ from fulcrum_router.policy.failures import Failure
         pytest.param(Failure.TIMEOUT, 0, True, Blame.LOAD, False, id="a leg that is late in a queue"),
         pytest.param(Failure.TIMEOUT, 0, False, Blame.ENGINE, True, id="silence on legs and probes"),
         pytest.param(Failure.TOO_LONG, 0, True, Blame.LOAD, False, id="a response that takes too long"),
+        pytest.param(Failure.TOO_LONG, 0, False, Blame.ENGINE, True, id="a drip while probes fail"),
         pytest.param(Failure.TOO_LARGE, 0, True, Blame.CLIENT, False, id="an answer that is too large"),
         pytest.param(Failure.MALFORMED, 0, True, Blame.ENGINE, True, id="an answer that is no HTTP"),
         pytest.param(Failure.CLOSED, 0, True, Blame.ENGINE, True, id="a connection that breaks"),
