@@ -84,6 +84,11 @@ def apply_crds(cluster: Cluster) -> None:
     _wait_for_crds(cluster)
 
 
+def delete_crds(cluster: Cluster) -> None:
+    """Delete those of the CRDs in `crds/` that there are, and their objects; returns when they are gone."""
+    cluster.kubectl("delete", "--ignore-not-found", "--wait=true", "--timeout=60s", "-f", str(CRDS))
+
+
 def _wait_for_crds(cluster: Cluster) -> None:
     cluster.kubectl("wait", "--for=condition=Established", "--timeout=30s", "-f", str(CRDS))
     wait_for(

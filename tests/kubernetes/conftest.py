@@ -12,6 +12,12 @@ from tools.image.build import build_image
 from tools.kubernetes.cluster import Cluster
 
 StartCluster = Callable[..., Cluster]
+PROTECTED_OWNERS = {"enable-admission-plugins": "NodeRestriction,OwnerReferencesPermissionEnforcement"}
+IMPATIENT_HPA = {  # 15 s, 30 s and 5 min by default
+    "horizontal-pod-autoscaler-sync-period": "1s",
+    "horizontal-pod-autoscaler-initial-readiness-delay": "0s",
+    "horizontal-pod-autoscaler-downscale-stabilization": "0s",
+}
 
 
 @pytest.fixture(scope="session")
@@ -37,8 +43,11 @@ def start_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartClu
 
 @pytest.fixture(scope="session")
 def control_plane(start_cluster: StartCluster) -> Cluster:
-    """Level 3: etcd, API server, controller manager and scheduler with the CRDs, without nodes."""
-    return start_cluster(0)
+    """Level 3: etcd, API server, controller manager and scheduler with the CRDs, without nodes.
+
+    It protects owners of objects as OpenShift does, and its HPA controller acts each second.
+    """
+    return start_cluster(0, api_server=PROTECTED_OWNERS, controller_manager=IMPATIENT_HPA)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kubernetes.clusters import temporary_namespace
+from tests.kubernetes.clusters import delete_crds, temporary_namespace
+from tests.kubernetes.conftest import StartCluster
 from tests.kubernetes.control_plane.operator_process import OperatorProcess, operator_starter, wait_until
 from tools.kubernetes.cluster import Cluster
 
@@ -13,6 +14,26 @@ from tools.kubernetes.cluster import Cluster
 def namespace(control_plane: Cluster) -> Iterator[str]:
     """A fresh namespace on the control plane, deleted after the test."""
     with temporary_namespace(control_plane) as name:
+        yield name
+
+
+@pytest.fixture(scope="session")
+def bare_control_plane(start_cluster: StartCluster) -> Cluster:
+    """A control plane without CRDs."""
+    return start_cluster(0, crds=False)
+
+
+@pytest.fixture
+def bare_cluster(bare_control_plane: Cluster) -> Iterator[Cluster]:
+    """A control plane without CRDs; those that a test applies are deleted after it, with their objects."""
+    yield bare_control_plane
+    delete_crds(bare_control_plane)
+
+
+@pytest.fixture
+def bare_namespace(bare_cluster: Cluster) -> Iterator[str]:
+    """A fresh namespace on the control plane without CRDs."""
+    with temporary_namespace(bare_cluster) as name:
         yield name
 
 

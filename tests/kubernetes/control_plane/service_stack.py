@@ -18,6 +18,7 @@ from tools.kubernetes.cluster import Cluster
 
 SERVICE = "chat"
 MODEL = "tiny"
+HOST = "127.0.0.1"
 LEASE = f"{SERVICE}-router"
 ENGINES = 4
 START_S = 30.0
@@ -213,12 +214,15 @@ def _create_objects(stack: RoutedService, service: dict[str, Any]) -> None:
     for name, engine in stack.engines.items():
         own = {"service": SERVICE, "pool": f"{SERVICE}-flex", "model": MODEL, "engine": {"profile": "laptop"}}
         _create(stack, API_VERSION, "pdinstances", "PDInstance", name, spec=own)
-        endpoint = f"127.0.0.1:{engine.ports['port']}"
+        endpoint = f"{HOST}:{engine.ports['port']}"
         status = {"phase": "Serving", "endpoint": endpoint, "identity": IDENTITY}
         stack.patch(stack.path(API_VERSION, "pdinstances", name) + "/status", {"status": status})
         container = {"name": "engine", "image": "localhost/none:1"}
         labels = {"fulcrum.dev/service": SERVICE}
         _create(stack, "v1", "pods", "Pod", name, labels=labels, spec={"containers": [container]})
+        # A router sends no work to a pod without an address.
+        address = {"podIP": HOST, "podIPs": [{"ip": HOST}]}
+        stack.patch(stack.path("v1", "pods", name) + "/status", {"status": {"phase": "Running", **address}})
     roles = {
         name: {"role": "Prefill" if number < half else "Decode", "since": SINCE, "by": "Operator"}
         for number, name in enumerate(names)

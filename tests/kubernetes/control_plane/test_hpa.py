@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-from tests.kubernetes.clusters import temporary_namespace
-from tests.kubernetes.conftest import StartCluster
 from tests.kubernetes.control_plane.operator_process import (
     FakeKubelet,
     NamespaceClient,
@@ -29,11 +27,6 @@ from tools.kubernetes import pki
 from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.control_plane import API_ADDRESS
 
-IMPATIENT = {  # 15 s, 30 s and 5 min by default
-    "horizontal-pod-autoscaler-sync-period": "1s",
-    "horizontal-pod-autoscaler-initial-readiness-delay": "0s",
-    "horizontal-pod-autoscaler-downscale-stabilization": "0s",
-}
 GROUP = "external.metrics.k8s.io"
 PORT = 7443
 METRIC = "tokens"
@@ -102,8 +95,12 @@ def _seconds(at_s: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at_s))
 
 
-def register_metrics_api(cluster: Cluster, authority: bytes) -> None:
-    """Make the API server ask the test for external metrics, and wait until it does."""
+@contextmanager
+def registered_metrics_api(cluster: Cluster, authority: bytes) -> Iterator[None]:
+    """During the block the API server asks the test for external metrics.
+
+    An API that nobody serves would keep namespaces from being deleted.
+    """
     port = {"name": "https", "protocol": "TCP"}
     objects = [
         {
@@ -141,7 +138,11 @@ def register_metrics_api(cluster: Cluster, authority: bytes) -> None:
     manifest = json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})
     cluster.kubectl("apply", "--server-side", "-f", "-", stdin=manifest)
     path = f"/apis/{GROUP}/v1beta1/namespaces/default/{METRIC}"
-    wait_until(lambda: cluster.get(path)[0] == 200, "the metrics API", timeout_s=60)
+    try:
+        wait_until(lambda: cluster.get(path)[0] == 200, "the metrics API", timeout_s=60)
+        yield
+    finally:
+        cluster.kubectl("delete", "-f", "-", stdin=manifest)
 
 
 def autoscaler(pool: str) -> dict[str, Any]:
@@ -162,25 +163,20 @@ def autoscaler(pool: str) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def cluster(start_cluster: StartCluster) -> Cluster:
-    """A control plane whose HPA controller acts each second."""
-    return start_cluster(0, controller_manager=IMPATIENT)
-
-
 @pytest.mark.timeout(300)
-def test_an_hpa_scales_a_pool_up_and_down_and_nobody_fights_it(cluster: Cluster, tmp_path: Path) -> None:
+def test_an_hpa_scales_a_pool_up_and_down_and_nobody_fights_it(
+    control_plane: Cluster, namespace: str, tmp_path: Path
+) -> None:
     values = {METRIC: 20}
     address = pick_loopback_address()
     with (
-        serve_metric(cluster, tmp_path, values) as authority,
+        serve_metric(control_plane, tmp_path, values) as authority,
+        registered_metrics_api(control_plane, authority),
         serve_engines(address),
-        temporary_namespace(cluster) as namespace,
-        operator_starter(cluster, namespace, tmp_path) as start,
+        operator_starter(control_plane, namespace, tmp_path) as start,
     ):
-        register_metrics_api(cluster, authority)
         start()
-        api = NamespaceClient(cluster, namespace)
+        api = NamespaceClient(control_plane, namespace)
         kubelet = FakeKubelet(api, address)
         api.service(
             pools=[{"name": "flex", "instances": {"min": 2, "max": 8}}],

@@ -7,7 +7,6 @@ import httpx
 import pytest
 
 from tests.kubernetes.clusters import apply_crds
-from tests.kubernetes.conftest import StartCluster
 from tests.kubernetes.control_plane.operator_process import (
     NamespaceClient,
     OperatorProcess,
@@ -20,16 +19,12 @@ from tools.kubernetes.cluster import Cluster
 WATCHED_WITHIN_S = 10.0
 
 
-@pytest.fixture(scope="module")
-def empty_cluster(start_cluster: StartCluster) -> Cluster:
-    """A control plane without CRDs."""
-    return start_cluster(0, crds=False)
-
-
 @pytest.fixture
-def start_operator(empty_cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., OperatorProcess]]:
-    with operator_starter(empty_cluster, "", tmp_path) as start:
-        yield lambda identity: start(identity, "--lease-namespace", "default")
+def start_operator(
+    bare_cluster: Cluster, bare_namespace: str, tmp_path: Path
+) -> Iterator[Callable[..., OperatorProcess]]:
+    with operator_starter(bare_cluster, "", tmp_path) as start:
+        yield lambda identity: start(identity, "--lease-namespace", bare_namespace)
 
 
 def readyz(operator: OperatorProcess) -> tuple[int, str]:
@@ -42,21 +37,21 @@ def wait_ready(operator: OperatorProcess) -> None:
 
 
 def test_crds_that_are_applied_later_or_again_are_watched_within_ten_seconds(
-    empty_cluster: Cluster, start_operator: Callable[..., OperatorProcess]
+    bare_cluster: Cluster, bare_namespace: str, start_operator: Callable[..., OperatorProcess]
 ) -> None:
-    operator, api = start_operator("op-a"), NamespaceClient(empty_cluster, "default")
+    operator, api = start_operator("op-a"), NamespaceClient(bare_cluster, bare_namespace)
     missing = "does not serve pdservices"
     wait_until(lambda: missing in readyz(operator)[1], "the operator to lead", timeout_s=30)
     assert readyz(operator)[0] == 503
-    apply_crds(empty_cluster)
+    apply_crds(bare_cluster)
     wait_ready(operator)
     api.service(instances=1)
     wait_until(lambda: "chat-0" in api.names("pods"), "the service to be seen", timeout_s=WATCHED_WITHIN_S)
-    empty_cluster.kubectl("delete", "-f", str(ROOT / "crds"), "--wait=true")
+    bare_cluster.kubectl("delete", "-f", str(ROOT / "crds"), "--wait=true")
     assert operator.process.wait(timeout=30) == 1, "it exits, and the kubelet starts it again"
     restarted = start_operator("op-b")
     wait_until(lambda: missing in readyz(restarted)[1], "the next operator to lead", timeout_s=30)
-    apply_crds(empty_cluster)
+    apply_crds(bare_cluster)
     wait_ready(restarted)
     api.service("again", instances=1)
     wait_until(lambda: "again-0" in api.names("pods"), "the service to be seen", timeout_s=WATCHED_WITHIN_S)

@@ -3,11 +3,10 @@
 That each right is used is tested with the scenarios on nodes.
 """
 
-import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ import yaml
 from fulcrum_core.api import PDService
 from fulcrum_operator.manifests.children import service_children
 from fulcrum_operator.manifests.names import InstallationSettings, ServiceAccount
-from tests.kubernetes.clusters import temporary_namespace
 from tests.kubernetes.nodes.permissions import Permission, expand_rules
 from tests.paths import ROOT
 from tools.kubernetes.cluster import Cluster
@@ -106,21 +104,15 @@ def review(cluster: Cluster, subject: str, asked: dict[str, str]) -> bool:
     return bool(json.loads(answer)["status"]["allowed"])
 
 
-@contextlib.contextmanager
-def released(cluster: Cluster, namespace: str) -> Iterator[Release]:
-    """The release with the chart's roles and bindings, during the block."""
-    release = Release(cluster, namespace)
-    text = yaml.safe_dump_all(release.made)
-    cluster.kubectl("apply", "-f", "-", stdin=text)
-    wait_for(lambda: release.may("operator", ("", "pods", "create")), "the roles to hold", timeout_s=10)
-    yield release
-    cluster.kubectl("delete", "--ignore-not-found", "-f", "-", stdin=text)
-
-
 @pytest.fixture
 def release(control_plane: Cluster, namespace: str) -> Iterator[Release]:
-    with released(control_plane, namespace) as release:
-        yield release
+    """The release with the chart's roles and bindings."""
+    release = Release(control_plane, namespace)
+    text = yaml.safe_dump_all(release.made)
+    control_plane.kubectl("apply", "-f", "-", stdin=text)
+    wait_for(lambda: release.may("operator", ("", "pods", "create")), "the roles to hold", timeout_s=10)
+    yield release
+    control_plane.kubectl("delete", "--ignore-not-found", "-f", "-", stdin=text)
 
 
 @pytest.mark.parametrize("part", ["operator", "autoscaler"])
@@ -162,35 +154,31 @@ def router_role(release: Release) -> str:
 
 
 def test_the_operator_may_own_children_where_owners_are_protected(
-    start_cluster: Callable[..., Cluster],
+    control_plane: Cluster, namespace: str, release: Release
 ) -> None:
     """It creates them with an owner, and makes itself the owner of those that a deletion orphaned."""
-    plugins = {"enable-admission-plugins": "NodeRestriction,OwnerReferencesPermissionEnforcement"}
-    cluster = start_cluster(0, api_server=plugins)
-    with temporary_namespace(cluster) as namespace, released(cluster, namespace) as release:
-        as_operator = f"--as={release.account('operator').subject}", f"--namespace={namespace}"
-        assignment = {
-            "apiVersion": "fulcrum.dev/v1alpha1",
-            "kind": "PDAssignment",
-            "metadata": {"name": "chat"},
-            "spec": {"service": "chat", "roles": {}, "floors": {"prefill": 1, "decode": 1}},
-        }
-        made = [*children(release), assignment]
-        owners, refused = made[0]["metadata"]["ownerReferences"], []
-        for child in made:
-            child["metadata"]["ownerReferences"] = owners
-            cluster.kubectl("create", *as_operator, "--dry-run=server", "-f", "-", stdin=json.dumps(child))
-            del child["metadata"]["ownerReferences"]
-            cluster.kubectl("create", f"--namespace={namespace}", "-f", "-", stdin=json.dumps(child))
-            patch = json.dumps({"metadata": {"ownerReferences": owners}})
-            where = f"{child['kind'].lower()}/{child['metadata']['name']}"
-            try:
-                cluster.kubectl(
-                    "patch", *as_operator, where, "--dry-run=server", "--type=merge", f"--patch={patch}"
-                )
-            except RuntimeError as error:
-                refused.append(f"{where}: {error}")
-    cluster.stop()
+    as_operator = f"--as={release.account('operator').subject}", f"--namespace={namespace}"
+    assignment = {
+        "apiVersion": "fulcrum.dev/v1alpha1",
+        "kind": "PDAssignment",
+        "metadata": {"name": "chat"},
+        "spec": {"service": "chat", "roles": {}, "floors": {"prefill": 1, "decode": 1}},
+    }
+    made = [*children(release), assignment]
+    owners, refused = made[0]["metadata"]["ownerReferences"], []
+    for child in made:
+        child["metadata"]["ownerReferences"] = owners
+        control_plane.kubectl("create", *as_operator, "--dry-run=server", "-f", "-", stdin=json.dumps(child))
+        del child["metadata"]["ownerReferences"]
+        control_plane.kubectl("create", f"--namespace={namespace}", "-f", "-", stdin=json.dumps(child))
+        patch = json.dumps({"metadata": {"ownerReferences": owners}})
+        where = f"{child['kind'].lower()}/{child['metadata']['name']}"
+        try:
+            control_plane.kubectl(
+                "patch", *as_operator, where, "--dry-run=server", "--type=merge", f"--patch={patch}"
+            )
+        except RuntimeError as error:
+            refused.append(f"{where}: {error}")
     assert refused == []
 
 

@@ -2,8 +2,9 @@
 
 import contextlib
 import copy
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 import yaml
 
 from fulcrum_core.api.env import KEY_ARGUMENT_MESSAGE
-from tests.kubernetes.conftest import StartCluster
 from tests.kubernetes.control_plane.operator_process import (
     FakeKubelet,
     NamespaceClient,
@@ -25,22 +25,27 @@ from tests.paths import ROOT
 from tools.kubernetes.cluster import Cluster
 
 PREVIOUS = ROOT / "tests" / "kubernetes" / "previous_crds"
+StartOperator = Callable[[str], OperatorProcess]
 LATER = {"type": "string", "default": "kept"}
 """A field that only a later version knows."""
 
 
 @pytest.fixture
-def bare_cluster(start_cluster: StartCluster) -> Iterator[Cluster]:
-    """A control plane without CRDs, for one test: CRDs of several versions cannot be side by side."""
-    cluster = start_cluster(0, crds=False)
-    yield cluster
-    cluster.stop()
+def started(bare_cluster: Cluster, bare_namespace: str, tmp_path: Path) -> Iterator[StartOperator]:
+    """`started(identity)` starts an operator of all namespaces and waits until it leads."""
+    with operator_starter(bare_cluster, "", tmp_path) as start:
+
+        def start_leader(identity: str) -> OperatorProcess:
+            operator = start(identity, "--lease-namespace", bare_namespace)
+            wait_until(operator.is_leader, "the operator to lead", timeout_s=30)
+            return operator
+
+        yield start_leader
 
 
 @pytest.fixture
-def started(bare_cluster: Cluster, tmp_path: Path) -> Iterator[Any]:
-    with operator_starter(bare_cluster, "", tmp_path) as start:
-        yield start
+def api(bare_cluster: Cluster, bare_namespace: str) -> NamespaceClient:
+    return NamespaceClient(bare_cluster, bare_namespace)
 
 
 def apply_manifest(cluster: Cluster, path: Path) -> None:
@@ -48,96 +53,63 @@ def apply_manifest(cluster: Cluster, path: Path) -> None:
     cluster.kubectl("wait", "--for=condition=Established", "--timeout=30s", "-f", str(path))
 
 
-def serve(api: NamespaceClient, started: Any) -> OperatorProcess:
-    """Start an operator and wait until a service of two instances serves."""
-    address = pick_loopback_address()
-    operator: OperatorProcess = started("op-a", "--lease-namespace", "default")
-    wait_until(operator.is_leader, "the operator to lead", timeout_s=30)
-    with serve_engines(address):
-        api.service(instances=2)
-        wait_until(lambda: {"chat-0", "chat-1"} <= set(api.names("pods")), "the pods", timeout_s=30)
-        FakeKubelet(api, address).set_ready("chat-0", "chat-1")
-        wait_until(lambda: set(api.phases().values()) == {"Serving"}, "all to serve", timeout_s=30)
-    return operator
+def is_settled(api: NamespaceClient, kubelet: FakeKubelet, args: Sequence[str], count: int) -> bool:
+    """Make all engines ready; whether that many have these arguments, and nothing is left to do."""
+    for name in api.names("pods"):
+        with contextlib.suppress(LookupError):  # deleted meanwhile
+            kubelet.set_ready(name)
+    specs = [instance["spec"]["engine"].get("args", []) for instance in api.list("pdinstances")]
+    return specs == [list(args)] * count and api.condition("Progressing")["reason"] == "Settled"
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("version", ["1", "2"])
-def test_a_newer_operator_serves_on_older_crds_and_names_the_fields_they_lack(
-    bare_cluster: Cluster, started: Any, version: str
-) -> None:
-    apply_manifest(bare_cluster, PREVIOUS / f"{version}.yaml")
-    api = NamespaceClient(bare_cluster, "default")
-    operator = serve(api, started)
-    if version == "2":
-        named = "pdinstances status.flipStrategy"
-        wait_until(lambda: named in api.condition("Degraded")["message"], "the fields", timeout_s=30)
-        wait_until(lambda: "CRDsOutdated" in api.events(), "the event")
-    api.patch("pdservices", "chat", {"spec": {"instances": 3}})
-    wait_until(lambda: "chat-2" in api.names("pods"), "a change to be acted on")
-    assert "reconcile failed" not in operator.log.read_text()
-
-
-@pytest.mark.parametrize("version", ["1", "2"])
-def test_a_change_on_older_crds_replaces_each_engine_once(
-    bare_cluster: Cluster, started: Any, version: str
-) -> None:
-    """The field of the default image is missing, and the image is part of the revision."""
-    apply_manifest(bare_cluster, PREVIOUS / f"{version}.yaml")
-    api = NamespaceClient(bare_cluster, "default")
-    address = pick_loopback_address()
-    operator: OperatorProcess = started("op-a", "--lease-namespace", "default")
-    wait_until(operator.is_leader, "the operator to lead", timeout_s=30)
-    kubelet = FakeKubelet(api, address)
-
-    def all_settled(args: list[str]) -> bool:
-        for name in api.names("pods"):
-            with contextlib.suppress(LookupError):  # deleted meanwhile
-                kubelet.set_ready(name)
-        specs = [instance["spec"]["engine"].get("args", []) for instance in api.list("pdinstances")]
-        return specs == [args, args] and api.condition("Progressing")["reason"] == "Settled"
-
-    with serve_engines(address):
-        api.service(instances=2, drain={"timeout": "1s"})
-        wait_until(lambda: all_settled([]), "all to serve", timeout_s=30)
-        api.patch("pdservices", "chat", {"spec": {"engine": {"args": ["--seed=7"]}}})
-        wait_until(lambda: all_settled(["--seed=7"]), "the roll-out", timeout_s=60)
-    created = [line for line in operator.log.read_text().splitlines() if '"pod created"' in line]
-    assert len(created) == 4
-    assert "pdpools spec.defaultImage" in api.condition("Degraded")["message"]
-
-
-@pytest.mark.parametrize("version", ["1", "2"])
-def test_an_upgrade_of_the_crds_keeps_every_engine_and_ends_the_complaint(
-    bare_cluster: Cluster, started: Any, version: str
+def test_a_newer_operator_acts_on_older_crds_and_their_upgrade_keeps_every_engine(
+    bare_cluster: Cluster, api: NamespaceClient, started: StartOperator, version: str
 ) -> None:
     """As `helm upgrade` does: the CRDs are replaced, then the operator is restarted."""
     apply_manifest(bare_cluster, PREVIOUS / f"{version}.yaml")
-    api = NamespaceClient(bare_cluster, "default")
     address = pick_loopback_address()
-    before: OperatorProcess = started("op-a", "--lease-namespace", "default")
-    wait_until(before.is_leader, "the operator to lead", timeout_s=30)
+    settled = functools.partial(is_settled, api, FakeKubelet(api, address))
+    before = started("op-a")
     with serve_engines(address):
-        api.service(instances=2)
-        wait_until(lambda: {"chat-0", "chat-1"} <= set(api.names("pods")), "the pods", timeout_s=30)
-        FakeKubelet(api, address).set_ready("chat-0", "chat-1")
-        wait_until(lambda: set(api.phases().values()) == {"Serving"}, "all to serve", timeout_s=30)
+        api.service(instances=2, drain={"timeout": "1s"})
+        wait_until(lambda: settled([], 2), "all to serve", timeout_s=30)
+
+        api.patch("pdservices", "chat", {"spec": {"engine": {"args": ["--seed=7"]}}})
+        wait_until(lambda: settled(["--seed=7"], 2), "the roll-out", timeout_s=60)
+        # The field of the default image is missing, and the image is part of the revision.
+        assert before.log.read_text().count('"pod created"') == 4, "each engine is replaced once"
+        lacking = "pdpools spec.defaultImage", "pdinstances status.flipStrategy"
+        for field in lacking if version == "2" else lacking[:1]:
+            wait_until(functools.partial(names_field, api, field), f"{field} to be named", timeout_s=30)
+        wait_until(lambda: "CRDsOutdated" in api.events(), "the event")
+
+        api.patch("pdservices", "chat", {"spec": {"instances": 3}})
+        wait_until(lambda: settled(["--seed=7"], 3), "the third instance", timeout_s=30)
         uids = engine_uids(api)
         before.stop()
         for path in sorted((ROOT / "crds").glob("*.yaml")):
             apply_manifest(bare_cluster, path)
-        after: OperatorProcess = started("op-b", "--lease-namespace", "default")
-        wait_until(after.is_leader, "the new operator to lead", timeout_s=30)
-        wait_until(lambda: "CRDs" not in api.condition("Degraded")["message"], "no complaint", timeout_s=30)
-        wait_until(lambda: api.get("pdinstances", "chat-0")["status"].get("flipStrategy"), "a new field")
-    assert (set(api.phases().values()), engine_uids(api)) == ({"Serving"}, uids)
+        after = started("op-b")
+        wait_until(lambda: not names_field(api, "CRDs"), "no complaint", timeout_s=30)
+        name = next(iter(uids))
+        wait_until(lambda: api.get("pdinstances", name)["status"].get("flipStrategy"), "a new field")
+    assert (set(api.phases().values()), engine_uids(api), len(uids)) == ({"Serving"}, uids, 3)
+    assert "reconcile failed" not in before.log.read_text()
     log = after.log.read_text()
     assert [text for text in ("reconcile failed", "phase changed") if text in log] == []
 
 
+def names_field(api: NamespaceClient, text: str) -> bool:
+    return text in api.condition("Degraded")["message"]
+
+
 def engine_uids(api: NamespaceClient) -> dict[str, str]:
     """Uids of the engines' pods, by name."""
-    found = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in api.list("pods")}
-    return {name: found[name] for name in ("chat-0", "chat-1")}
+    engines = set(api.names("pdinstances"))
+    pods = (pod["metadata"] for pod in api.list("pods"))
+    return {pod["name"]: pod["uid"] for pod in pods if pod["name"] in engines}
 
 
 def with_later_fields(crd: dict[str, Any]) -> dict[str, Any]:
@@ -149,8 +121,8 @@ def with_later_fields(crd: dict[str, Any]) -> dict[str, Any]:
     return later
 
 
-def test_an_older_operator_serves_on_newer_crds_and_keeps_their_fields(
-    bare_cluster: Cluster, started: Any, tmp_path: Path
+def test_an_older_operator_acts_on_newer_crds_and_keeps_their_fields(
+    bare_cluster: Cluster, api: NamespaceClient, started: StartOperator, tmp_path: Path
 ) -> None:
     crds = [
         with_later_fields(yaml.safe_load(path.read_text())) for path in sorted((ROOT / "crds").glob("*.yaml"))
@@ -158,8 +130,9 @@ def test_an_older_operator_serves_on_newer_crds_and_keeps_their_fields(
     newer = tmp_path / "crds.yaml"
     newer.write_text(yaml.safe_dump_all(crds))
     apply_manifest(bare_cluster, newer)
-    api = NamespaceClient(bare_cluster, "default")
-    operator = serve(api, started)
+    operator = started("op-a")
+    api.service(instances=2)
+    wait_until(lambda: "chat-1" in api.names("pods"), "the pods", timeout_s=30)
     api.patch("pdpools", "chat-flex", {"spec": {"later": "mine"}})
     api.patch("pdservices", "chat", {"spec": {"later": "mine", "instances": 3}})
     wait_until(lambda: "chat-2" in api.names("pods"), "a change to be acted on")
@@ -179,13 +152,12 @@ def without_rules(crd: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_service_from_before_a_rule_can_be_scaled_and_gets_no_more_tokens(
-    bare_cluster: Cluster, tmp_path: Path
+    bare_cluster: Cluster, api: NamespaceClient, tmp_path: Path
 ) -> None:
     crd = yaml.safe_load((ROOT / "crds" / "pdservices.yaml").read_text())
     earlier = tmp_path / "crds.yaml"
     earlier.write_text(yaml.safe_dump(without_rules(crd)))
     apply_manifest(bare_cluster, earlier)
-    api = NamespaceClient(bare_cluster, "default")
     engine = {"type": "Simulated", "env": [{"name": "HF_TOKEN", "value": "abcdef"}], "args": ["--api-key=a"]}
     api.service(instances=2, engine=engine)
     apply_manifest(bare_cluster, ROOT / "crds" / "pdservices.yaml")
