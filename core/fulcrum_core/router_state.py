@@ -87,6 +87,7 @@ class TierState(_WireModel):
     offered: int = Field(description="Requests that arrived, those in flight and invalid ones included.")
     ok: int
     failed: int = Field(description="Requests that failed before the first byte of the response.")
+    refused: int = Field(default=0, description="Requests that were not admitted.")
     broken: int = Field(description="Requests that ended with an error event after the first byte.")
     cancelled: int = Field(
         description="Requests whose client disconnected while they could still meet their objectives."
@@ -106,7 +107,7 @@ class TierState(_WireModel):
 
         Cancelled and invalid requests count as neither.
         """
-        return self.ok + self.failed + self.broken + self.left_late
+        return self.ok + self.failed + self.refused + self.broken + self.left_late
 
 
 class DemandState(_WireModel):

@@ -85,6 +85,16 @@ class DispatchMode(StrEnum):
     """When the instance is about to run out of prefill work: it waits in the router."""
 
 
+class AdmissionMode(StrEnum):
+    """What the router does about requests that would miss their objectives: nothing, count, or act."""
+
+    OFF = "Off"
+    ADVISE = "Advise"
+    ENFORCE = "Enforce"
+
+    __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call
+
+
 @dataclass(frozen=True, slots=True)
 class Slo:
     """Latency objectives of a service or a tier.

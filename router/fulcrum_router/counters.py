@@ -35,6 +35,8 @@ class RequestOutcome(StrEnum):
     """Rejected with a 4xx by the router or an engine; not counted in the attainment."""
     FAILED = "failed"
     """The client got an error of the router instead of a response of an engine."""
+    REFUSED = "refused"
+    """Not admitted: it would have missed its objectives."""
     BROKEN = "broken"
     """The stream ended early, after its first byte."""
     CANCELLED = "cancelled"
@@ -64,7 +66,13 @@ class ContinuationOutcome(StrEnum):
 _WAITING = PARTS.index(LatencyPart.WAITING)
 _OK = RequestOutcome.OK  # an attribute of an enum is slow to read
 _JUDGED = frozenset(
-    {RequestOutcome.OK, RequestOutcome.FAILED, RequestOutcome.BROKEN, RequestOutcome.LEFT_LATE}
+    {
+        RequestOutcome.OK,
+        RequestOutcome.FAILED,
+        RequestOutcome.REFUSED,
+        RequestOutcome.BROKEN,
+        RequestOutcome.LEFT_LATE,
+    }
 )
 """Outcomes of requests that met their objectives or missed them."""
 

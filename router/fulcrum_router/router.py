@@ -89,6 +89,8 @@ class Router:
         self.journeys.decode_share.set_tiers(
             {-tier.engine_priority for tier in tiers}, tpot_s=min(tier.slo.tpot_s for tier in tiers)
         )
+        self.journeys.admission.mode = settings.admission
+        self.journeys.admission.tiers = {tier.name: tier.admission for tier in tiers}
         mode, arrow = settings.autoscaling_mode, settings.flip_policy is FlipPolicy.ARROW
         self.journeys.flip_waits.enabled = mode is AutoscalingMode.AUTO and arrow
         self.journeys.flip_rules = FlipProposalRules(

@@ -12,7 +12,8 @@ from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.api.qostier import QoSTier
 from fulcrum_core.api.router import AuthSpec, TimeoutsSpec
 from fulcrum_core.networks import Network, parse_network
-from fulcrum_core.values import AutoscalingMode, DispatchMode, FlipPolicy, Slo
+from fulcrum_core.values import AdmissionMode, AutoscalingMode, DispatchMode, FlipPolicy, Slo
+from fulcrum_router.policy.admission import DEFAULT_TIER_ADMISSION, TierAdmission
 
 DEFAULT_TIER = "default"
 """Name of the tier of requests that name none; its SLO is the service's own."""
@@ -26,6 +27,7 @@ class Tier:
     slo: Slo
     engine_priority: int = 0
     """`priority` field of requests to engines: the lowest value is scheduled first. 0: not sent."""
+    admission: TierAdmission = DEFAULT_TIER_ADMISSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,8 @@ class ServiceSettings:
     prefill_ahead_s: float = math.inf
     """Prefill work in seconds from which an instance gets no more, see `policy.waiting_room`; infinite: no
     request waits in the router."""
+    admission: AdmissionMode = AdmissionMode.OFF
+    """What is done about requests that would miss their objectives."""
     drain_timeout_s: float = 0.0
     """Seconds that requests in flight get to finish when the router shuts down."""
 
@@ -129,6 +133,7 @@ def resolve_settings(service: PDService, tiers: Iterable[QoSTier]) -> ServiceSet
         max_decode_load=spec.autoscaling.arrow.shrink,
         prefill_to_decode_cooldown_s=spec.autoscaling.flip.prefill_to_decode_cooldown,
         prefill_ahead_s=dispatch.prefill_ahead if dispatch.mode is DispatchMode.QUEUE else math.inf,
+        admission=spec.router.admission,
         drain_timeout_s=spec.drain.timeout,
     )
 
@@ -144,4 +149,5 @@ def _resolve_access(auth: AuthSpec) -> AccessSettings:
 
 def _resolve_tier(tier: QoSTier, slo: Slo) -> Tier:
     own = tier.spec.slo.to_slo() if tier.spec.slo else slo
-    return Tier(tier.metadata.name, own, -tier.spec.priority)
+    admission = TierAdmission(sheddable=tier.spec.sheddable)
+    return Tier(tier.metadata.name, own, -tier.spec.priority, admission)

@@ -9,7 +9,7 @@ FLIPS = f"sum by (to) (increase(fulcrum_autoscaler_flips_total{{{SELECTOR}}}[{RA
 OFFERED = f"fulcrum_router_requests_offered_total{{{SELECTOR}}}"
 """Requests that arrived."""
 SLO_MET = f"fulcrum_router_requests_slo_met_total{{{SELECTOR}}}"
-ENDED = f'fulcrum_router_requests_total{{{SELECTOR},outcome=~"ok|failed|broken|left_late"}}'
+ENDED = f'fulcrum_router_requests_total{{{SELECTOR},outcome=~"ok|failed|refused|broken|left_late"}}'
 """Requests that count in the SLO attainment."""
 
 

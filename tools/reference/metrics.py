@@ -55,6 +55,7 @@ _BOUNDS = {
     **{"tier": "T", "instance": "I", "prefill": "P", "decode": "P", "namespace": "S", "service": "S"},
     **{"outcome": "F", "reason": "F", "cause": "5", "phase": "8", "part": "9", "path": "F", "task": "F"},
     **{"action": "3", "trigger": "2", "to": "2", "role": "2", "header": "2", "pool": "pools"},
+    **{"mode": "2", "decision": "F"},
 }
 """Most values of each label. Labels with the same letter name one thing; an instance has one role."""
 

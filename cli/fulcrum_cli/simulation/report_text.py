@@ -21,14 +21,15 @@ def format_report(report: dict[str, Any]) -> str:
         f"{_percent(report['attainment_by_arrow'])} by Arrow's definitions",
         *(
             f"  tier {tier:<11} {_percent(found['attainment'])} of {found['scored']:,}, "
-            f"{found['failed']} failed"
+            f"{found['refused']} refused, {found['failed']} failed"
             for tier, found in report["tiers"].items()
         ),
         f"  goodput          {_number(goodput['requests_per_s'])} of "
         f"{_number(goodput['offered_requests_per_s'])} requests/s, "
         f"{_number(goodput['output_tokens_per_s'])} output tokens/s, "
         f"{_percent(goodput['token_share'])} of all tokens",
-        f"  not ok           {requests['failed']} failed, {requests['broken']} broken, "
+        f"  not ok           {requests['refused']} refused, {requests['failed']} failed, "
+        f"{requests['broken']} broken, "
         f"{requests['unfinished']} unfinished",
         f"  TTFT             {_latencies(report['ttft_s'])}",
         f"  TPOT             {_latencies(report['tpot_s'])}",

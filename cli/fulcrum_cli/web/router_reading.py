@@ -31,7 +31,7 @@ _FAMILIES = (
 )  # fmt: skip
 _LINE = re.compile(rf"^{_PREFIX}({'|'.join(_FAMILIES)})(?:\{{(.*)\}})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_SCORED_OUTCOMES = ("ok", "failed", "broken", "left_late")
+_SCORED_OUTCOMES = ("ok", "failed", "refused", "broken", "left_late")
 """Outcomes of the requests that met their objectives or missed them."""
 
 _ROLES = {role.lower(): role for role in Role}

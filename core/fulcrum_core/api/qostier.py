@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, StrictInt
+from pydantic import Field, StrictBool, StrictInt
 
 from fulcrum_core.api.meta import ApiModel, Duration, PrinterColumn, Resource
 from fulcrum_core.values import Slo
@@ -60,6 +60,11 @@ class QoSTierSpec(ApiModel):
         "share (default 0).",
     )
     slo: SloSpec | None = Field(default=None, description="Objectives of the tier (default: the service's).")
+    sheddable: StrictBool = Field(
+        default=True,
+        description="Whether requests may be refused when they would miss their objectives and the service's "
+        "router.admission is Enforce (default true).",
+    )
     match: TierMatchSpec = Field(
         default_factory=TierMatchSpec,
         description="Whose requests belong to the tier (default: those that name it in x-customer-tier).",

@@ -6,7 +6,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from fulcrum_core.api.meta import ApiModel, Duration, cel_rule
 from fulcrum_core.api.pod_template import PodTemplatePatch
-from fulcrum_core.values import DispatchMode
+from fulcrum_core.values import AdmissionMode, DispatchMode
 
 
 class TimeoutsSpec(ApiModel):
@@ -112,6 +112,13 @@ class RouterSpec(ApiModel):
 
     dispatch: DispatchSpec = Field(
         default_factory=DispatchSpec, description="Where requests wait for prefill."
+    )
+    admission: AdmissionMode = Field(
+        default=AdmissionMode.OFF,
+        description="What is done about a request that would miss its objectives, as predicted at its "
+        "arrival. Enforce: requests of sheddable tiers (QoSTier) get status 429 with Retry-After. "
+        "Advise: only metrics count what Enforce would do. Off: every request is served, however late "
+        "(default Off).",
     )
     timeouts: TimeoutsSpec = Field(
         default_factory=TimeoutsSpec, description="Longest waits of the router for an engine."

@@ -6,7 +6,6 @@ Per-instance series exist for the current instances only, so those of a removed 
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import accumulate
 
 from prometheus_client import (
     CollectorRegistry,
@@ -15,13 +14,12 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from fulcrum_core.histogram import Histogram
 from fulcrum_core.values import Role
+from fulcrum_router.control.tier_metrics import add_histogram, build_admission_families, build_tier_families
 from fulcrum_router.counters import ContinuationOutcome, Counters
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.policy import TransferPair, TransferPairs
 from fulcrum_router.policy.journey import LocalPrefillReason, StopReason
-from fulcrum_router.policy.latency_parts import PARTS
 from fulcrum_router.router import Router
 
 _INSTANCE_GAUGES: tuple[tuple[str, str, Callable[[Instance], float]], ...] = (
@@ -114,8 +112,8 @@ class RouterCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Build all families."""
-        yield from _build_tier_families(self._router.counters)
-        yield from _build_part_families(self._router.counters)
+        yield from build_tier_families(self._router.counters)
+        yield from build_admission_families(self._router.journeys.admission)
         yield from _build_leg_families(self._router.counters)
         yield from _build_counter_families(self._router.counters)
         yield from _build_plain_counters(self._router.counters)
@@ -140,86 +138,6 @@ def build_registry(router: Router) -> CollectorRegistry:
     registry.register(RouterCollector(router))
     ProcessCollector(registry=registry)
     return registry
-
-
-def _build_tier_families(counters: Counters) -> Iterator[Metric]:
-    requests = CounterMetricFamily(
-        "fulcrum_router_requests",
-        "Client requests that ended, by QoS tier and outcome: ok, invalid (refused), failed (before the "
-        "first byte of the response), broken (after it), cancelled (the client disconnected while its "
-        "request could still meet the objectives), left_late (it disconnected after "
-        "the request had missed them).",
-        labels=["tier", "outcome"],
-    )
-    offered = CounterMetricFamily(
-        "fulcrum_router_requests_offered",
-        "Client requests that arrived, those in flight included.",
-        labels=["tier"],
-    )
-    met = CounterMetricFamily(
-        "fulcrum_router_requests_slo_met",
-        "Client requests with outcome ok that met the TTFT and TPOT objectives of their tier. Attainment: "
-        "divide by the requests with outcome ok, failed, broken or left_late.",
-        labels=["tier"],
-    )
-    ttft = HistogramMetricFamily(
-        "fulcrum_router_ttft_seconds",
-        "Time from the arrival of a client request to the first byte of its stream, in seconds.",
-        labels=["tier"],
-    )
-    tpot = HistogramMetricFamily(
-        "fulcrum_router_tpot_seconds",
-        "Mean time per output token after the first, of streamed responses, in seconds.",
-        labels=["tier"],
-    )
-    response = HistogramMetricFamily(
-        "fulcrum_router_response_seconds",
-        "Time from the arrival of a client request to its whole response, in seconds; streams are not in it.",
-        labels=["tier"],
-    )
-    waiting = HistogramMetricFamily(
-        "fulcrum_router_waiting_seconds",
-        "Time from the arrival of a client request until its first leg is sent to an engine, in seconds.",
-        labels=["tier"],
-    )
-    for name, tier in sorted(counters.tiers.items()):
-        for outcome, count in tier.requests_by_outcome.items():
-            requests.add_metric([name, outcome], count)
-        offered.add_metric([name], tier.offered)
-        met.add_metric([name], tier.slo_met)
-        _add_histogram(ttft, [name], tier.ttft)
-        _add_histogram(tpot, [name], tier.tpot)
-        _add_histogram(response, [name], tier.response)
-        _add_histogram(waiting, [name], tier.waiting)
-    yield from (requests, offered, met, ttft, tpot, response, waiting)
-
-
-def _build_part_families(counters: Counters) -> Iterator[Metric]:
-    parts = ", ".join(PARTS)
-    seconds = CounterMetricFamily(
-        "fulcrum_router_request_time_seconds",
-        f"Time of the requests that met or missed their objectives, in seconds, by part: {parts}. The parts "
-        "of a request sum to its duration.",
-        labels=["tier", "part"],
-    )
-    misses = CounterMetricFamily(
-        "fulcrum_router_slo_misses",
-        "Requests that missed their objectives, by the part that took the largest share of the time: of the "
-        "time after the first token if it exceeds its objective by a larger factor, else of the time before.",
-        labels=["tier", "part"],
-    )
-    for name, tier in sorted(counters.tiers.items()):
-        for part, seconds_of_part in zip(PARTS, tier.seconds_by_part, strict=True):
-            seconds.add_metric([name, part], seconds_of_part)
-        for part, count in tier.misses_by_part.items():
-            misses.add_metric([name, part], count)
-    yield from (seconds, misses)
-
-
-def _add_histogram(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
-    bounds = (*map(str, histogram.bounds), "+Inf")
-    buckets = list(zip(bounds, accumulate(map(float, histogram.counts)), strict=True))
-    family.add_metric(labels, buckets, histogram.sum)
 
 
 def _build_leg_families(counters: Counters) -> Iterator[Metric]:
@@ -252,7 +170,7 @@ def _build_counter_families(counters: Counters) -> Iterator[Metric]:
     yield _build_counter_by_label(
         "stopped_requests",
         "Requests that failed, by the reason for which they were not tried again: no_instance, attempts, "
-        "query_of_death (two engines died), retry_budget, too_long, full (waiting room).",
+        "query_of_death (two engines died), retry_budget, too_long, full (waiting room), refused.",
         "reason",
         counters.stopped_requests,
     )
@@ -429,7 +347,7 @@ def _build_transfer_times(counters: Counters) -> Metric:
         "token, in seconds: transfer, queue and first step.",
         labels=[],
     )
-    _add_histogram(family, [], counters.kv_transfers)
+    add_histogram(family, [], counters.kv_transfers)
     return family
 
 

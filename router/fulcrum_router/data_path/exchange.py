@@ -40,7 +40,7 @@ log = structlog.get_logger()
 
 # An attribute of an enum is slow to read.
 _SEND_PREFILL, _SEND_DECODE, _END = Action.SEND_PREFILL, Action.SEND_DECODE, Action.END
-_OK, _DONE, _FULL = RequestOutcome.OK, State.DONE, StopReason.FULL
+_OK, _DONE, _FULL = RequestOutcome.OK, State.DONE, (StopReason.FULL, StopReason.REFUSED)
 _FAILS_AGAIN = (StopReason.QUERY_OF_DEATH, StopReason.TOO_LONG)
 """Reasons for which a request would fail again."""
 
@@ -229,7 +229,7 @@ class Exchange:
             first_byte_s=first_byte_at_s,
             unread_s=self._unread_s,
             streamed=response is None or streaming,
-            refused=request.is_admitted and request.journey.stop_reason is _FULL,
+            refused=request.is_admitted and request.journey.stop_reason in _FULL,
         )
         counters.record_parts(request.tier, outcome, parts, met=met, tokens=tokens)
         if request.trace is not None:
@@ -295,9 +295,17 @@ class Exchange:
     def _build_failure_response(self) -> EarlyResponse:
         """Build the error for a request that no instance could serve."""
         request, failed = self._request, self._request.failed
-        reason = request.journey.stop_reason
+        reason, refusal = request.journey.stop_reason, request.journey.refusal
         if reason is not None:
             request.router.counters.stopped_requests[reason] += 1
+        if refusal is not None:
+            response = responses.build_refusal_response(
+                refusal.reason,
+                refusal.message,
+                retry_after_s=refusal.retry_after_s,
+                close=not request.keep_alive,
+            )
+            return EarlyResponse(RequestOutcome.REFUSED, response)
         if reason is StopReason.FULL:
             status = 503
             message = f"{len(request.router.journeys.waiting_room)} requests wait already: no room for more"

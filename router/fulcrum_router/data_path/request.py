@@ -15,6 +15,7 @@ from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1.bodies import RequestBody, is_stream_without_usage, parse_request_body
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.json_limits import InvalidBody
+from fulcrum_router.http1.output_limits import find_output_limit
 from fulcrum_router.policy import Work
 from fulcrum_router.policy.blame import SHED_STATUSES
 from fulcrum_router.policy.journey import Action, Journey
@@ -158,6 +159,7 @@ class ServedRequest:
             body.prompt_id_count + router.tokens_per_byte.predict_tokens(body.prompt_bytes),
             slo,
             deadline_s=self.arrival_s + slo.ttft_s,
+            output_limit=find_output_limit(body.fields, chat=self.is_chat) or 0,
             tier=self.tier.name,
             priority=-self.tier.engine_priority,
             tenant=self.client.caller.tenant,

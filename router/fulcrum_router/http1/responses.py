@@ -45,6 +45,12 @@ def build_response(
     )
 
 
+def build_refusal_response(reason: str, message: str, *, retry_after_s: int, close: bool) -> bytes:
+    """Build the 429 for a request that is not admitted: with its reason, and when to send it again."""
+    lines = b"x-fulcrum-refused: %b\r\nretry-after: %d\r\n" % (reason.encode(), retry_after_s)
+    return build_error_response(429, message, error_type=reason, header_lines=lines, close=close)
+
+
 def build_error_response(
     status: int,
     message: str,

@@ -29,6 +29,11 @@ class OutputLengths:
         self._all = (0, DEFAULT_OUTPUT_TOKENS)
         self._by_key: OrderedDict[tuple[str, int], tuple[int, float]] = OrderedDict()
 
+    @property
+    def mean(self) -> float:
+        """Mean over all answers."""
+        return self._all[1]
+
     def predict(self, tenant: str, prompt_tokens: int) -> float:
         """Predict the output tokens of a request."""
         return self._by_key.get((tenant, _find_bucket(prompt_tokens)), self._all)[1]

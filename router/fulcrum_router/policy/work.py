@@ -22,8 +22,8 @@ class Work(NamedTuple):
     """Objectives of the request's tier."""
     deadline_s: float
     """Time on the monotonic clock by which the first byte must reach the client: arrival + S_T."""
-    expected_output_tokens: int = 0
-    """Output tokens that the request is expected to get; 0: unknown."""
+    output_limit: int = 0
+    """Output tokens that the client allows for each choice; 0: not known."""
     cached_tokens: Mapping[str, int] = NOT_CACHED
     """Prompt tokens in the prefix cache of an instance, by its name; instances without any are left out."""
     tier: str = ""

@@ -7,7 +7,7 @@ from enum import StrEnum
 from fulcrum_core.api.meta import format_duration, parse_duration
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import EngineProfile
-from fulcrum_core.values import DispatchMode, Slo
+from fulcrum_core.values import AdmissionMode, DispatchMode, Slo
 from fulcrum_simulator.fleet.stepped_engine import LOOKAHEAD_STEPS
 
 BEST_STATIC = "static:best"
@@ -46,7 +46,8 @@ class Policy:
     """A policy and the split that it starts with.
 
     `flip_downtime_s` is how long a flipped instance serves nothing; `token_budget` replaces the profile's.
-    `dispatch` says where requests wait for prefill; `resplit_s` is the interval of the clairvoyant split.
+    `dispatch` says where requests wait for prefill, `admission` what is done about those that would be late;
+    `resplit_s` is the interval of the clairvoyant split.
     """
 
     name: PolicyName
@@ -55,10 +56,12 @@ class Policy:
     flip_downtime_s: float = 0.0
     token_budget: int | None = None
     dispatch: DispatchMode = DispatchMode.DIRECT
+    admission: AdmissionMode = AdmissionMode.OFF
     resplit_s: float = RESPLIT_S
 
     def __str__(self) -> str:
-        return self._name_policy() + (_QUEUE if self.dispatch is DispatchMode.QUEUE else "")
+        queue = _QUEUE if self.dispatch is DispatchMode.QUEUE else ""
+        return self._name_policy() + queue + (_ENFORCE if self.admission is AdmissionMode.ENFORCE else "")
 
     def _name_policy(self) -> str:
         if self.name is PolicyName.COLD:
@@ -72,7 +75,7 @@ class Policy:
         return f"{self.name}:{self.prefill}P{self.decode}D"
 
 
-_QUEUE = "+queue"
+_QUEUE, _ENFORCE = "+queue", "+enforce"
 _SPLIT = re.compile(r"(arrow|balanced|static):(\d+)p(\d+)d")
 _BUDGET = re.compile(r"colocated(?::(\d+))?")
 _TIMED = re.compile(r"(cold|clairvoyant):(\w+)")
@@ -81,12 +84,16 @@ _TIMED = re.compile(r"(cold|clairvoyant):(\w+)")
 def parse_policy(text: str, *, instances: int) -> Policy:
     """Return the policy of this name; the error message lists all names.
 
-    Without a split, flips start from an even one. With "+queue" behind it, requests wait in the router.
+    Without a split, flips start from an even one. With "+queue" behind it, requests wait in the router; with
+    "+enforce", those that would miss their objectives are refused.
 
     Raises:
         InvalidInput: for another text, or a split that does not have `instances` instances or lacks a role.
     """
     name = text.lower()
+    if name.endswith(_ENFORCE):
+        policy = parse_policy(name.removesuffix(_ENFORCE), instances=instances)
+        return replace(policy, admission=AdmissionMode.ENFORCE)
     if name.endswith(_QUEUE):
         policy = parse_policy(name.removesuffix(_QUEUE), instances=instances)
         return replace(policy, dispatch=DispatchMode.QUEUE)

@@ -64,6 +64,7 @@ def _judge_tiers(result: RunResult, scored: Sequence[RequestResult]) -> dict[str
         tier: {
             "scored": len(records),
             "failed": sum(record.outcome is Outcome.FAILED for record in records),
+            "refused": sum(record.outcome is Outcome.REFUSED for record in records),
             "attainment": _share(sum(r.meets(result.options.slo) for r in records), len(records)),
         }
         for tier, records in sorted(by_tier.items())

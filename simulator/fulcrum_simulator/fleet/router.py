@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from fulcrum_core.api.pdassignment import PDAssignmentSpec
 from fulcrum_core.api.router import TimeoutsSpec
 from fulcrum_core.router_state import FlipRequest, RouterState
-from fulcrum_core.values import Slo
+from fulcrum_core.values import AdmissionMode, Slo
 from fulcrum_router.policy import FlipProposal, FlipProposalRules, PairKey, TransferOutcome, TransferPairs
 from fulcrum_router.policy.failures import Failure
 from fulcrum_router.policy.intervals import CANARY_IDLE_S, PROBE_INTERVAL_S
@@ -68,6 +68,7 @@ class SimulatedRouter:
         flips: FlipSettings | None,
         prefill_ahead_s: float = math.inf,
         priorities: Collection[int] = (),
+        admission: AdmissionMode = AdmissionMode.OFF,
     ) -> None:
         self.events, self.slo, self.hop_s = events, slo, hop_s
         self.fleet = RoutedFleet(instances)
@@ -83,6 +84,7 @@ class SimulatedRouter:
         self._context = JourneyContext(self.fleet, TransferPairs())
         self._context.waiting_room.prefill_ahead_s = prefill_ahead_s
         self._context.decode_share.set_tiers(priorities, tpot_s=slo.tpot_s)
+        self._context.admission.mode = admission
         self._journeys = SimulatedJourneys(self._context, self)
         if flips is not None:
             self._context.flip_rules = FlipProposalRules(enabled=True, max_decode_load=flips.max_decode_load)

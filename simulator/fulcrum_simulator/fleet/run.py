@@ -174,6 +174,7 @@ class _Simulation:
             if options.policy.dispatch is DispatchMode.QUEUE
             else math.inf,
             priorities={request.priority for request in self._workload},
+            admission=options.policy.admission,
         )
         for view in views:
             view.instance.on_restart = partial(router.set_serving, view, True)

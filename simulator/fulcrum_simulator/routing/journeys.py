@@ -37,6 +37,8 @@ class Outcome(Enum):
     """Before the first token."""
     BROKEN = "broken"
     """After the first token."""
+    REFUSED = "refused"
+    """By admission: it would have missed its objectives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +247,7 @@ class _Run:
         elif action is Action.ASK_FOR_FLIP:
             self._routing.wait_for_flip(self)
         elif action is Action.FAIL:
-            self._on_end(Outcome.FAILED)
+            self._on_end(Outcome.FAILED if self.journey.refusal is None else Outcome.REFUSED)
         elif action is Action.BREAK:
             self._on_end(Outcome.BROKEN)
         elif action is Action.END:

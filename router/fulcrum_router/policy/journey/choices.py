@@ -104,6 +104,8 @@ class JourneyChoices(RequestRecord[V]):
         return failed if self._failed_prefill else LocalPrefillReason.NO_PREFILL_INSTANCE
 
     def _take_prefill(self, now_s: float, decision: Dispatch) -> Action:
+        if not self._is_judged and self._is_refused(now_s):
+            return self._end(now_s, Action.FAIL)
         context = self._context
         instance = context.fleet[decision.instance]
         if instance.role is _ROLE_BOTH:  # it prefills within its decode leg
@@ -162,6 +164,8 @@ class JourneyChoices(RequestRecord[V]):
 
     def _seek_decode(self, now_s: float, rules: FlipProposalRules) -> Action:
         """Choose a decode instance, and send the decode leg to it."""
+        if not self._is_judged and self._is_refused(now_s):
+            return self._end(now_s, Action.FAIL)
         decision = self._choose_decode(now_s, rules, source=self.source)
         if type(decision) is FlipProposal:
             return self._ask_for_flip(now_s, decision)
@@ -218,6 +222,15 @@ class JourneyChoices(RequestRecord[V]):
             self._local_entry = ledger.add_local_prefill(tokens=tokens, predicted_s=compute_s, now_s=now_s)
         self.decode_instance, self.decode_open, self.state = instance, True, _DECODE_SENT
         return _SEND_DECODE
+
+    def _is_refused(self, now_s: float) -> bool:
+        """Decide once whether the request is admitted, after a flip that it asked for: that may make room."""
+        self._is_judged = True
+        self.refusal = refusal = self._context.judge(self.work, now_s)
+        if refusal is None:
+            return False
+        self.stop_reason = StopReason.REFUSED
+        return True
 
     # --- the waiting room --------------------------------------------------------------------------
 
@@ -295,6 +308,8 @@ class JourneyChoices(RequestRecord[V]):
 
     def _join_room(self, now_s: float, prefill_s: float) -> Action:
         """Wait; `prefill_s` is the work of prefill instances that the request brings."""
+        if not self._is_judged and self._is_refused(now_s):
+            return self._end(now_s, Action.FAIL)
         context, tokens = self._context, self.work.prompt_tokens
         candidates = context.fleet.candidates
         work_s = (candidates.prefill or candidates.decode)[0].prefill_model.ttft_s(tokens)

@@ -8,7 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Generic, Protocol, TypeVar
 
-from fulcrum_core.values import Role
+from fulcrum_core.values import AdmissionMode, Role
+from fulcrum_router.policy.admission import Admission, Refusal, judge_request, predict_admission
 from fulcrum_router.policy.candidates import Candidates, InstanceView
 from fulcrum_router.policy.decode_share import DecodeShare
 from fulcrum_router.policy.demand import Demand
@@ -27,6 +28,9 @@ FLIP_WAIT_BACKOFF_S = 1.0
 """Seconds after a wait without a flip in which no request waits for the same role."""
 SHED_BACKOFF_S = 0.5
 """Seconds in which an instance that has shed a request gets none of those that wait."""
+
+
+_ENFORCE = AdmissionMode.ENFORCE  # an attribute of an enum is slow to read
 
 
 class JourneyInstance(InstanceView, Protocol):
@@ -80,6 +84,7 @@ class JourneyContext(Generic[V]):
     """Shared state of the journeys of one router."""
 
     __slots__ = (
+        "admission",
         "decode_share",
         "demand",
         "engine_deaths",
@@ -101,6 +106,7 @@ class JourneyContext(Generic[V]):
         protocols: Mapping[str, TransferProtocol] = PROTOCOLS,
     ) -> None:
         self.fleet, self.pairs, self.protocols = fleet, pairs, protocols
+        self.admission = Admission()
         self.demand = Demand()
         self.flip_rules = NO_FLIP_PROPOSALS
         self.flip_waits = FlipWaits()
@@ -130,6 +136,32 @@ class JourneyContext(Generic[V]):
         if self.is_hopeless(work, own_s=prefill_s, able=len(able)):
             return
         self.demand.record(tenant=work.tenant, prompt_tokens=tokens, prefill_s=prefill_s)
+
+    def judge(self, work: Work, now_s: float) -> Refusal | None:
+        """Decide whether a request is admitted, and count it; the refusal to carry out, or None.
+
+        Without an instance there is nothing to predict by: the request fails as it would without admission.
+        """
+        admission, candidates, room = self.admission, self.fleet.candidates, self.waiting_room
+        able = candidates.prefill or candidates.decode
+        if not able:
+            return None
+        output_tokens = self.demand.lengths.predict(work.tenant, work.prompt_tokens)
+        highest = self.decode_share.highest
+        forecast = predict_admission(
+            able,
+            candidates.decode,
+            work,
+            now_s=now_s,
+            backlog_s=room.find_backlog_s(work.priority) if room.members else 0.0,
+            output_tokens=min(output_tokens, work.output_limit or math.inf),
+            mean_output_tokens=self.demand.lengths.mean,
+            delays=self.pairs.prefill_delays,
+            leaves_room=highest is not None and work.priority < highest,
+        )
+        refusal = judge_request(forecast, work, admission.find_tier(work.tier))
+        admission.record(work.tier, refusal)
+        return refusal if admission.mode is _ENFORCE else None
 
     def is_hopeless(self, work: Work, *, own_s: float, able: int) -> bool:
         """Whether a request that joins those who wait would be late even with one prefill instance more.

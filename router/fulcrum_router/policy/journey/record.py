@@ -7,6 +7,8 @@ one place, so that nothing is left in a ledger whatever way the journey ends.
 from collections.abc import Callable
 from typing import Generic
 
+from fulcrum_core.values import AdmissionMode
+from fulcrum_router.policy.admission import Refusal
 from fulcrum_router.policy.dispatch import DispatchReason, FlipProposal
 from fulcrum_router.policy.failures import Failure
 from fulcrum_router.policy.journey.context import JourneyContext, V
@@ -19,7 +21,8 @@ from fulcrum_router.policy.prediction import PredictedTtft
 from fulcrum_router.policy.waiting_room import Charge
 from fulcrum_router.policy.work import Work
 
-_ARRIVED, _LEAST_COST = State.ARRIVED, DispatchReason.LEAST_COST  # an attribute of an enum is slow to read
+# An attribute of an enum is slow to read.
+_ARRIVED, _LEAST_COST, _OFF = State.ARRIVED, DispatchReason.LEAST_COST, AdmissionMode.OFF
 
 
 class RequestRecord(Generic[V]):
@@ -32,6 +35,7 @@ class RequestRecord(Generic[V]):
         "_decode_attempts",
         "_failed_decode",
         "_failed_prefill",
+        "_is_judged",
         "_last_action",
         "_lease_from_s",
         "_local_entry",
@@ -59,12 +63,20 @@ class RequestRecord(Generic[V]):
         "prefill_open",
         "proposal",
         "protocol",
+        "refusal",
         "source",
         "state",
         "stop_reason",
         "wait_until_s",
         "work",
     )
+
+    refusal: Refusal | None
+    """Why the request was not admitted."""
+    _is_judged: bool
+    """Whether admission has decided, or need not; then the request is not refused later."""
+    must_recompute: bool
+    """Whether the prompt must be computed again, without any KV that was computed before."""
 
     def __init__(
         self,
@@ -115,6 +127,7 @@ class RequestRecord(Generic[V]):
         self.failed_status = 0
         """HTTP status with which the engine failed it; 0: none."""
         self.stop_reason: StopReason | None = None
+        self.refusal, self._is_judged = None, context.admission.mode is _OFF
         self.decode_entry: DecodeEntry | None = None
         self._prefill_entry: PrefillEntry | None = None
         self._reservation: Reservation | None = None
@@ -125,7 +138,6 @@ class RequestRecord(Generic[V]):
         self._lease_from_s = self._asked_at_s = 0.0
         self._last_action: Action | None = None
         self.must_recompute = False
-        """Whether the prompt must be computed again, without any KV that was computed before."""
 
     @property
     def expected_transfer_s(self) -> float:

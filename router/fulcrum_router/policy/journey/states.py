@@ -61,6 +61,8 @@ class StopReason(StrEnum):
     """The engine worked on the response for longer than its tokens allow; another one would, too."""
     FULL = "full"
     """The waiting room is full."""
+    REFUSED = "refused"
+    """It would miss its objectives, see `Journey.refusal`."""
 
     __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call
 

@@ -1,0 +1,120 @@
+"""Prometheus families by QoS tier: outcomes, latencies, where the time went, and decisions on admission."""
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+
+from fulcrum_core.histogram import Histogram
+from fulcrum_router.counters import Counters
+from fulcrum_router.policy.admission import Admission
+from fulcrum_router.policy.latency_parts import PARTS
+
+
+def build_tier_families(counters: Counters) -> Iterator[Metric]:
+    """Build the families of outcomes and latencies."""
+    yield from _build_outcome_families(counters)
+    yield from _build_part_families(counters)
+
+
+def _build_outcome_families(counters: Counters) -> Iterator[Metric]:
+    requests = CounterMetricFamily(
+        "fulcrum_router_requests",
+        "Client requests that ended, by QoS tier and outcome: ok, invalid (refused for what they are), "
+        "refused (not admitted), failed (before the first byte of the response), broken (after it), "
+        "cancelled (the client disconnected while its request could still meet the objectives), left_late "
+        "(it disconnected after the request had missed them).",
+        labels=["tier", "outcome"],
+    )
+    offered = CounterMetricFamily(
+        "fulcrum_router_requests_offered",
+        "Client requests that arrived, those in flight included.",
+        labels=["tier"],
+    )
+    met = CounterMetricFamily(
+        "fulcrum_router_requests_slo_met",
+        "Client requests with outcome ok that met the TTFT and TPOT objectives of their tier. Attainment: "
+        "divide by the requests with outcome ok, failed, refused, broken or left_late.",
+        labels=["tier"],
+    )
+    ttft = HistogramMetricFamily(
+        "fulcrum_router_ttft_seconds",
+        "Time from the arrival of a client request to the first byte of its stream, in seconds.",
+        labels=["tier"],
+    )
+    tpot = HistogramMetricFamily(
+        "fulcrum_router_tpot_seconds",
+        "Mean time per output token after the first, of streamed responses, in seconds.",
+        labels=["tier"],
+    )
+    response = HistogramMetricFamily(
+        "fulcrum_router_response_seconds",
+        "Time from the arrival of a client request to its whole response, in seconds; streams are not in it.",
+        labels=["tier"],
+    )
+    waiting = HistogramMetricFamily(
+        "fulcrum_router_waiting_seconds",
+        "Time from the arrival of a client request until its first leg is sent to an engine, in seconds.",
+        labels=["tier"],
+    )
+    for name, tier in sorted(counters.tiers.items()):
+        for outcome, count in tier.requests_by_outcome.items():
+            requests.add_metric([name, outcome], count)
+        offered.add_metric([name], tier.offered)
+        met.add_metric([name], tier.slo_met)
+        add_histogram(ttft, [name], tier.ttft)
+        add_histogram(tpot, [name], tier.tpot)
+        add_histogram(response, [name], tier.response)
+        add_histogram(waiting, [name], tier.waiting)
+    yield from (requests, offered, met, ttft, tpot, response, waiting)
+
+
+def _build_part_families(counters: Counters) -> Iterator[Metric]:
+    parts = ", ".join(PARTS)
+    seconds = CounterMetricFamily(
+        "fulcrum_router_request_time_seconds",
+        f"Time of the requests that met or missed their objectives, in seconds, by part: {parts}. The parts "
+        "of a request sum to its duration.",
+        labels=["tier", "part"],
+    )
+    misses = CounterMetricFamily(
+        "fulcrum_router_slo_misses",
+        "Requests that missed their objectives, by the part that took the largest share of the time: of the "
+        "time after the first token if it exceeds its objective by a larger factor, else of the time before.",
+        labels=["tier", "part"],
+    )
+    for name, tier in sorted(counters.tiers.items()):
+        for part, seconds_of_part in zip(PARTS, tier.seconds_by_part, strict=True):
+            seconds.add_metric([name, part], seconds_of_part)
+        for part, count in tier.misses_by_part.items():
+            misses.add_metric([name, part], count)
+    yield from (seconds, misses)
+
+
+def build_admission_families(admission: Admission) -> Iterator[Metric]:
+    """Build the families of decisions on admission."""
+    decisions = CounterMetricFamily(
+        "fulcrum_router_admission_decisions",
+        "Decisions on client requests at their arrival, by router.admission (Enforce; Advise: what Enforce "
+        "would have done), QoS tier and decision: admit, refuse.",
+        labels=["mode", "tier", "decision"],
+    )
+    refusals = CounterMetricFamily(
+        "fulcrum_router_admission_refusals",
+        "Client requests that were refused, or with Advise would have been, by QoS tier and reason: "
+        "prefill_full (the first token would be late), decode_full (decode would have no room).",
+        labels=["mode", "tier", "reason"],
+    )
+    for (mode, tier), counts in sorted(admission.counts.items()):
+        for decision, count in counts.decisions.items():
+            decisions.add_metric([mode, tier, decision], count)
+        for reason, count in counts.refusals.items():
+            refusals.add_metric([mode, tier, reason], count)
+    yield from (decisions, refusals)
+
+
+def add_histogram(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
+    """Add a histogram with these labels to a family."""
+    bounds = (*map(str, histogram.bounds), "+Inf")
+    buckets = list(zip(bounds, accumulate(map(float, histogram.counts)), strict=True))
+    family.add_metric(labels, buckets, histogram.sum)

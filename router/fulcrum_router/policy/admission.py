@@ -1,0 +1,250 @@
+"""Admission: what becomes of a request that would miss its objectives, before an engine works for it.
+
+An engine gives no prompt back. So a request that will be late takes the time of others that could be served,
+and under a burst all of them are late. Whether a request will be late is predicted when it arrives, for each
+phase:
+
+    prefill    time since arrival + work in front + T(n) + KV transfer + first decode step  <=  S_T
+    decode     KV tokens when its prompt is computed, its own included  <=  what S_D and the KV cache allow
+
+Decode is predicted for the end of the prefill and not for now (after Mooncake, FAST 2025): otherwise decode
+looks idle while many prompts are computed for it, and full when no more are admitted, and the admitted load
+swings. A request in decode stays there for t_d, the mean number of output tokens times I(tokens). Of the
+present ones, a share of 1 - t/t_d still runs after t; of those whose prompts are computed now, the share of
+`_predict_stay`.
+
+A prompt that takes longer than S_T alone is admitted while an instance is idle: else nobody would serve it.
+
+What is done with a request that would be late depends on its tier: `TierAdmission`. Counting decisions and
+carrying them out is left to the journey.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from fulcrum_core.values import AdmissionMode
+from fulcrum_router.policy.candidates import InstanceView
+from fulcrum_router.policy.decode_share import KV_SHARE, STEP_SHARE
+from fulcrum_router.policy.dispatch import KV_FULL
+from fulcrum_router.policy.pair_record import TransferDelay
+from fulcrum_router.policy.work import Work
+
+MAX_RETRY_AFTER_S = 60
+"""Longest time that a refused client is asked to wait: a prediction does not reach farther."""
+MAX_REQUEST_SHARE = 0.5
+"""Share of one decode instance's limit that a request counts as at most: else it would need an empty one."""
+
+
+class RefusalReason(StrEnum):
+    """Why a request is refused: metric label and `x-fulcrum-refused` header."""
+
+    PREFILL_FULL = "prefill_full"
+    """Its first token would be late."""
+    DECODE_FULL = "decode_full"
+    """Decode would have no room for it when its prompt is computed."""
+
+    __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call
+
+
+class AdmissionDecision(StrEnum):
+    """What is done with a request."""
+
+    ADMIT = "admit"
+    REFUSE = "refuse"
+
+    __hash__ = str.__hash__  # see RefusalReason
+
+
+class Refusal(NamedTuple):
+    """Why a request is refused, and when it would be admitted."""
+
+    reason: RefusalReason
+    retry_after_s: int
+    message: str
+
+
+class Forecast(NamedTuple):
+    """What a request would meet if it was admitted now."""
+
+    ttft_s: float
+    """From its arrival to its first token."""
+    alone_s: float
+    """The same on idle instances, without the time since its arrival."""
+    decode_load: float
+    """KV tokens when its prompt is computed, its own included, by what objectives and KV caches allow."""
+    decode_stay_s: float
+    """Time that a request spends in decode."""
+
+
+class TierAdmission(NamedTuple):
+    """How requests of one tier are admitted."""
+
+    sheddable: bool = True
+    """Whether they may be refused."""
+
+
+DEFAULT_TIER_ADMISSION = TierAdmission()
+
+
+class TierDecisions:
+    """How many requests of one tier were decided how."""
+
+    __slots__ = ("decisions", "refusals")
+
+    def __init__(self) -> None:
+        self.decisions = dict.fromkeys(AdmissionDecision, 0)
+        self.refusals = dict.fromkeys(RefusalReason, 0)
+
+
+class Admission:
+    """The mode of one service, its tiers, and what was decided."""
+
+    __slots__ = ("counts", "mode", "tiers")
+
+    def __init__(self) -> None:
+        self.mode = AdmissionMode.OFF
+        self.tiers: Mapping[str, TierAdmission] = {}
+        """By name; others have `DEFAULT_TIER_ADMISSION`."""
+        self.counts: dict[tuple[AdmissionMode, str], TierDecisions] = {}
+        """By mode and tier; in mode Advise they are what would have been done."""
+
+    def find_tier(self, name: str) -> TierAdmission:
+        """How requests of this tier are admitted."""
+        return self.tiers.get(name, DEFAULT_TIER_ADMISSION)
+
+    def record(self, tier: str, refusal: Refusal | None) -> None:
+        """Count a decision; None: the request was admitted."""
+        counts = self.counts.get((self.mode, tier))
+        if counts is None:
+            counts = self.counts[self.mode, tier] = TierDecisions()
+        if refusal is None:
+            counts.decisions[AdmissionDecision.ADMIT] += 1
+        else:
+            counts.decisions[AdmissionDecision.REFUSE] += 1
+            counts.refusals[refusal.reason] += 1
+
+
+def predict_admission(
+    prefill: Sequence[InstanceView],
+    decode: Sequence[InstanceView],
+    work: Work,
+    *,
+    now_s: float,
+    backlog_s: float,
+    output_tokens: float,
+    mean_output_tokens: float,
+    delays: Mapping[str, TransferDelay],
+    leaves_room: bool,
+) -> Forecast:
+    """Predict what a request would meet.
+
+    Args:
+        prefill: Instances that can compute its prompt, at least one.
+        decode: Instances that can decode it.
+        work: The request.
+        now_s: Time on the monotonic clock.
+        backlog_s: Prefill work that waits in the router and goes before it.
+        output_tokens: Its predicted output.
+        mean_output_tokens: Mean output of all requests.
+        delays: Least time of a KV transfer by prefill instance.
+        leaves_room: Whether its tier leaves room in decode to higher ones.
+    """
+    tokens, cached = work.prompt_tokens, work.cached_tokens
+    soonest_s = least_s = least_remaining_s = math.inf
+    total_s = backlog_s
+    for instance in prefill:
+        remaining_s = instance.ledger.remaining_s(now_s)
+        delay = delays.get(instance.name)
+        own_s = instance.prefill_model.ttft_s(max(0, tokens - cached.get(instance.name, 0)))
+        if delay is not None:
+            own_s += delay[0] + delay[1] * tokens
+        total_s += remaining_s
+        soonest_s = min(soonest_s, remaining_s + own_s)
+        least_s, least_remaining_s = min(least_s, own_s), min(least_remaining_s, remaining_s)
+    if backlog_s:
+        soonest_s = least_s + max(least_remaining_s, total_s / len(prefill))
+    start_s = min((i.ledger.remaining_s(now_s) + i.decode_model.itl_s(tokens) for i in decode), default=0.0)
+    step_s = min((i.decode_model.itl_s(tokens) for i in decode), default=0.0)
+    waiting_tokens = backlog_s / least_s * tokens if least_s else 0.0
+    load, stay_s = _predict_decode_load(
+        decode,
+        tpot_s=work.slo.tpot_s,
+        own_tokens=work.choices * (tokens + output_tokens),
+        coming_tokens=waiting_tokens,
+        mean_output_tokens=mean_output_tokens,
+        after_s=soonest_s,
+        leaves_room=leaves_room,
+    )
+    return Forecast(now_s - work.arrival_s + soonest_s + start_s, least_s + step_s, load, stay_s)
+
+
+def _predict_decode_load(
+    decode: Sequence[InstanceView],
+    *,
+    tpot_s: float,
+    own_tokens: float,
+    coming_tokens: float,
+    mean_output_tokens: float,
+    after_s: float,
+    leaves_room: bool,
+) -> tuple[float, float]:
+    """Predict the load of decode `after_s` from now, and for how long a request stays there."""
+    present = limit = step_s = 0.0
+    for instance in decode:
+        ledger, model = instance.ledger, instance.decode_model
+        present += ledger.decode_tokens
+        coming_tokens += ledger.reserved_tokens
+        step_s += model.itl_s(ledger.decode_tokens)
+        limit += _find_limit(instance, tpot_s, leaves_room=leaves_room)
+    if not decode or not math.isfinite(limit):
+        return 0.0, 0.0
+    stay_s = mean_output_tokens * step_s / len(decode)
+    tokens = present * _predict_stay(stay_s, after_s) + coming_tokens * _predict_arrived(stay_s, after_s)
+    own_tokens = min(own_tokens, MAX_REQUEST_SHARE * limit / len(decode))
+    return (tokens + own_tokens) / limit, stay_s
+
+
+def _find_limit(instance: InstanceView, tpot_s: float, *, leaves_room: bool) -> float:
+    """Tokens that an instance can decode; an objective that even an empty step misses limits nothing."""
+    step = instance.decode_model.max_tokens(tpot_s) or math.inf
+    capacity = instance.kv_capacity_tokens or math.inf
+    if leaves_room:
+        return min(STEP_SHARE * step, KV_SHARE * capacity)
+    return min(step, KV_FULL * capacity)
+
+
+def _predict_stay(stay_s: float, after_s: float) -> float:
+    """Share of the requests in decode that still run: they began at any time of the last `stay_s`."""
+    return max(0.0, 1.0 - after_s / stay_s) if stay_s else 0.0
+
+
+def _predict_arrived(stay_s: float, after_s: float) -> float:
+    """Share of the requests that run of those that begin at any time of the next `after_s`."""
+    if after_s <= stay_s:
+        return 1.0 - after_s / (2 * stay_s) if stay_s else 1.0
+    return stay_s / (2 * after_s)
+
+
+def judge_request(forecast: Forecast, work: Work, tier: TierAdmission) -> Refusal | None:
+    """Return why a request is refused; None: it is admitted."""
+    if not tier.sheddable:
+        return None
+    late_by_s = forecast.ttft_s - max(work.slo.ttft_s, forecast.alone_s)
+    if late_by_s > 0:
+        message = (
+            f"the first token would come after {forecast.ttft_s:.1f} s, the objective is "
+            f"{work.slo.ttft_s:g} s"
+        )
+        return _refuse(RefusalReason.PREFILL_FULL, late_by_s, message)
+    if forecast.decode_load > 1.0:
+        drained_s = forecast.decode_stay_s * (1.0 - 1.0 / forecast.decode_load)
+        message = f"decode would have {100 * forecast.decode_load:.0f} % of the tokens that it can serve"
+        return _refuse(RefusalReason.DECODE_FULL, drained_s, message)
+    return None
+
+
+def _refuse(reason: RefusalReason, wait_s: float, message: str) -> Refusal:
+    retry_after_s = max(1, math.ceil(min(wait_s, MAX_RETRY_AFTER_S)))
+    return Refusal(reason, retry_after_s, message)

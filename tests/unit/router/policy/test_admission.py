@@ -1,0 +1,211 @@
+"""Admission: which requests are refused, why, and when they may be sent again."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from fulcrum_core.values import AdmissionMode, Slo
+from fulcrum_router.policy import TransferPairs
+from fulcrum_router.policy.admission import (
+    AdmissionDecision,
+    Forecast,
+    Refusal,
+    RefusalReason,
+    TierAdmission,
+    judge_request,
+    predict_admission,
+)
+from fulcrum_router.policy.journey import Action, Journey, JourneyContext, StopReason
+from tests.unit.router.builders import SLO, FakeFleet, FakeInstance, instance, work
+
+EVERY_TIER = TierAdmission()
+
+
+def forecast(
+    *, ttft_s: float = 0.5, alone_s: float = 0.1, load: float = 0.5, stay_s: float = 4.0
+) -> Forecast:
+    return Forecast(ttft_s, alone_s, load, stay_s)
+
+
+@pytest.mark.parametrize(
+    ("found", "tier", "reason", "retry_after_s"),
+    [
+        pytest.param(forecast(), EVERY_TIER, None, 0, id="a request in time is admitted"),
+        pytest.param(forecast(ttft_s=1.0), EVERY_TIER, None, 0, id="just in time is in time"),
+        pytest.param(forecast(ttft_s=3.4), EVERY_TIER, "prefill_full", 3, id="late by 2.4 s: again in 3 s"),
+        pytest.param(forecast(ttft_s=1.1), EVERY_TIER, "prefill_full", 1, id="at least a second"),
+        pytest.param(forecast(ttft_s=1e9), EVERY_TIER, "prefill_full", 60, id="at most a minute"),
+        pytest.param(forecast(load=1.0), EVERY_TIER, None, 0, id="decode just full is not over"),
+        pytest.param(forecast(load=2.0), EVERY_TIER, "decode_full", 2, id="half of decode ends in 2 s"),
+        pytest.param(
+            forecast(ttft_s=3.0, alone_s=3.0), EVERY_TIER, None, 0, id="too long for any SLO, instance idle"
+        ),
+        pytest.param(
+            forecast(ttft_s=3.5, alone_s=3.0), EVERY_TIER, "prefill_full", 1, id="too long, no instance idle"
+        ),
+        pytest.param(
+            forecast(ttft_s=9.0, load=9.0), TierAdmission(sheddable=False), None, 0, id="not sheddable"
+        ),
+    ],
+)
+def test_a_request_is_refused_if_it_would_be_late_or_decode_full(
+    found: Forecast, tier: TierAdmission, reason: str | None, retry_after_s: int
+) -> None:
+    refusal = judge_request(found, work(100), tier)
+    shown = (None, 0) if refusal is None else (refusal.reason, refusal.retry_after_s)
+    assert shown == (reason, retry_after_s)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A prediction for a prompt of 100 tokens (0.1 s) by default."""
+
+    prefill: tuple[FakeInstance, ...] = (instance("p1"),)
+    decode: tuple[FakeInstance, ...] = (instance("d1"),)
+    backlog_s: float = 0.0
+    output_tokens: float = 0.0
+    mean_output_tokens: float = 100.0
+    leaves_room: bool = False
+
+    def find(self, **fields: Any) -> Forecast:
+        return predict_admission(
+            self.prefill,
+            self.decode,
+            work(100)._replace(**fields),
+            now_s=0.0,
+            backlog_s=self.backlog_s,
+            output_tokens=self.output_tokens,
+            mean_output_tokens=self.mean_output_tokens,
+            delays={},
+            leaves_room=self.leaves_room,
+        )
+
+
+@pytest.mark.parametrize(
+    ("predicted", "ttft_s"),
+    [
+        pytest.param(Predicted(), 0.111, id="alone: the prompt and a step"),
+        pytest.param(
+            Predicted(prefill=(instance("p1", queued_s=3.0), instance("p2", queued_s=2.0))),
+            2.111,
+            id="the instance with the least work",
+        ),
+        pytest.param(
+            Predicted(prefill=(instance("p1", queued_s=0.5), instance("p2", queued_s=0.5)), backlog_s=3.0),
+            2.111,
+            id="work that waits in the router is shared by the instances",
+        ),
+        pytest.param(
+            Predicted(prefill=(instance("p1", queued_s=4.0),), decode=(instance("d1", queued_s=2.0),)),
+            6.111,
+            id="local prefills of the decode instance",
+        ),
+    ],
+)
+def test_the_predicted_ttft_counts_the_work_in_front(predicted: Predicted, ttft_s: float) -> None:
+    found = predicted.find()
+    assert (found.ttft_s, found.alone_s) == pytest.approx((ttft_s, 0.111))
+
+
+def test_decode_is_predicted_for_the_end_of_the_prefill() -> None:
+    """3,000 tokens decode at 40 ms: 100 tokens of output take 4 s, so half of them end within 2 s."""
+    decode = (instance("d1", decoding=3_000),)
+    now = Predicted(decode=decode).find()
+    later = Predicted(prefill=(instance("p1", queued_s=1.9),), decode=decode).find()
+    assert now.decode_stay_s == pytest.approx(4.0)
+    loads = [(3_000 * running + 100) / 4_000 for running in (0.975, 0.5)]
+    assert [now.decode_load, later.decode_load] == pytest.approx(loads)
+
+
+def test_prompts_that_are_computed_for_decode_count_before_they_arrive() -> None:
+    none = Predicted().find()
+    reserved = Predicted(decode=(instance("d1", reserved=3_000),)).find()
+    waiting = Predicted(prefill=(instance("p1"),), backlog_s=3.0).find()
+    assert none.decode_load == pytest.approx(100 / 4_000)
+    assert reserved.decode_load > 0.7
+    assert waiting.decode_load > none.decode_load
+
+
+def test_lower_tiers_leave_room_in_decode() -> None:
+    decode = (instance("d1", decoding=3_700),)
+    highest = Predicted(decode=decode).find()
+    lower = Predicted(decode=decode, leaves_room=True).find()
+    assert (highest.decode_load < 1.0, lower.decode_load > 1.0) == (True, True)
+
+
+def test_a_request_larger_than_decode_counts_as_half_of_it() -> None:
+    assert Predicted(output_tokens=100_000.0).find().decode_load == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("decode", "slo"),
+    [
+        pytest.param((), SLO, id="no decode instance"),
+        pytest.param(
+            (instance("d1", decoding=10_000),), Slo(1.0, 0.001), id="an objective that an empty step misses"
+        ),
+    ],
+)
+def test_what_cannot_be_predicted_refuses_nobody(decode: tuple[FakeInstance, ...], slo: Slo) -> None:
+    assert Predicted(decode=decode).find(slo=slo).decode_load == 0.0
+
+
+def make_context(mode: AdmissionMode, *, queued_s: float) -> JourneyContext[FakeInstance]:
+    context = JourneyContext(FakeFleet((instance("p1", queued_s=queued_s), instance("d1"))), TransferPairs())
+    context.admission.mode = mode
+    return context
+
+
+@pytest.mark.parametrize(
+    ("mode", "action", "counted"),
+    [
+        pytest.param(AdmissionMode.OFF, Action.SEND_PREFILL, {}, id="Off decides nothing"),
+        pytest.param(
+            AdmissionMode.ADVISE,
+            Action.SEND_PREFILL,
+            {"refuse": 1, "prefill_full": 1},
+            id="Advise only counts",
+        ),
+        pytest.param(
+            AdmissionMode.ENFORCE, Action.FAIL, {"refuse": 1, "prefill_full": 1}, id="Enforce refuses"
+        ),
+    ],
+)
+def test_only_enforce_refuses_a_request(mode: AdmissionMode, action: Action, counted: dict[str, int]) -> None:
+    context = make_context(mode, queued_s=5.0)
+    journey = Journey(context, work(100, tier="free"))
+    assert journey.begin(0.0) is action
+    found = context.admission.counts.get((mode, "free"))
+    counts = [] if found is None else [*found.decisions.items(), *found.refusals.items()]
+    assert {str(name): count for name, count in counts if count} == counted
+
+
+def test_a_refused_request_leaves_nothing_in_the_ledgers() -> None:
+    context = make_context(AdmissionMode.ENFORCE, queued_s=5.0)
+    journey = Journey(context, work(100, tier="free"))
+    journey.begin(0.0)
+    ledgers = [(i.ledger.legs, i.ledger.reserved_tokens) for i in (context.fleet["p1"], context.fleet["d1"])]
+    message = "the first token would come after 5.1 s, the objective is 1 s"
+    assert (journey.stop_reason, journey.refusal, ledgers) == (
+        StopReason.REFUSED,
+        Refusal(RefusalReason.PREFILL_FULL, 5, message),
+        [(1, 0), (0, 0)],
+    )
+
+
+def test_an_admitted_request_is_not_refused_when_it_is_tried_again() -> None:
+    context = make_context(AdmissionMode.ENFORCE, queued_s=0.0)
+    journey = Journey(context, work(100, tier="free"))
+    assert journey.begin(0.0) is Action.SEND_PREFILL
+    context.fleet["d1"].ledger.add_decode(tokens=100_000)
+    assert journey.prefill_responded(5.0, lease_from_s=5.0, has_params=True) is Action.SEND_DECODE
+    decisions = context.admission.counts[AdmissionMode.ENFORCE, "free"].decisions
+    assert decisions == {AdmissionDecision.ADMIT: 1, AdmissionDecision.REFUSE: 0}
+
+
+def test_a_request_that_waits_in_the_router_is_refused_behind_those_that_wait() -> None:
+    context = make_context(AdmissionMode.ENFORCE, queued_s=0.6)
+    context.waiting_room.prefill_ahead_s = 0.5
+    actions = [Journey(context, work(100, tier="free")).begin(0.0) for _ in range(6)]
+    assert actions == [Action.WAIT] * 3 + [Action.FAIL] * 3
