@@ -2,5 +2,5 @@
 
 `policy/` decides and is pure. `data_path/` serves requests on asyncio protocols (`http1/`), over the
 instances of `fleet/`; `kv_transfer/` verifies KV transfers; `observe/` watches objects, pods and engines;
-`control/` is the state port, metrics and failover.
+`control/` holds the state port, metrics, failover and background tasks.
 """

@@ -24,8 +24,8 @@ from fulcrum_core.api.qostier import SloSpec
 from fulcrum_core.api.router import TimeoutsSpec
 from fulcrum_core.errors import InvalidInput
 from fulcrum_router.access.api_keys import ApiKeys
-from fulcrum_router.background import background_task
 from fulcrum_router.control.auth import Authenticator, ServiceAccountAuthenticator, SharedTokenAuthenticator
+from fulcrum_router.control.background_task import background_task
 from fulcrum_router.control.failover import Failover, RouterEndpoint
 from fulcrum_router.control.metrics import build_registry
 from fulcrum_router.control.metrics_port import MetricsPage, make_metrics_app

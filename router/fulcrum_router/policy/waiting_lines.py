@@ -76,15 +76,15 @@ class Waiter(Protocol):
         """
 
     def give_way(self) -> None:
-        """Call `leave` and fail: the room is full, and the place goes to a request that comes before it."""
+        """Call `leave` and fail: the room is full, and a request that goes first takes its place."""
 
     @property
     def excludes_instances(self) -> bool:
         """Whether some instances are ruled out for this request: then others may pass it."""
 
 
-class Place:
-    """The place of one request that waits."""
+class WaitingRequest:
+    """A request in the waiting room, with the line in which it waits."""
 
     __slots__ = ("gone", "in_time", "level", "line", "number", "prefill_s", "waiter", "work_s")
 
@@ -103,7 +103,7 @@ class Place:
         self.in_time, self.gone = True, False
 
 
-_Heap = list[tuple[float, int, Place]]
+_Heap = list[tuple[float, int, WaitingRequest]]
 
 
 class Line:
@@ -123,11 +123,11 @@ class Line:
         self.held_since_s: float | None = None
         """When decode first had no room for its next request; None: it had, or was not asked."""
 
-    def push(self, place: Place) -> None:
-        """Add a place, or add it again."""
-        waiter = place.waiter
-        heap, key = (self._in_time, waiter.deadline_s) if place.in_time else (self._late, waiter.arrival_s)
-        heapq.heappush(heap, (key, place.number, place))
+    def push(self, request: WaitingRequest) -> None:
+        """Add a request, or add it again after it was late or was passed."""
+        waiter = request.waiter
+        heap, key = (self._in_time, waiter.deadline_s) if request.in_time else (self._late, waiter.arrival_s)
+        heapq.heappush(heap, (key, request.number, request))
 
     def choose_heap(self) -> _Heap:
         """The heap whose first request is the next to leave; an empty one if there is none."""
@@ -141,9 +141,9 @@ class Line:
         heap = self._late if any(not entry[2].gone for entry in self._late) else self._in_time
         return max((entry for entry in heap if not entry[2].gone), key=lambda entry: entry[:2])[2].waiter
 
-    def record_departure(self, place: Place) -> None:
+    def record_departure(self, request: WaitingRequest) -> None:
         """Count a request that has left for an instance."""
-        self._late_turn = self._late_turn + 1 if place.in_time else 0
+        self._late_turn = self._late_turn + 1 if request.in_time else 0
         self.held_since_s = None
 
 

@@ -19,8 +19,8 @@ from fulcrum_router.policy.waiting_lines import (
     LeaveResult,
     Level,
     Line,
-    Place,
     Waiter,
+    WaitingRequest,
     choose_level,
 )
 
@@ -61,7 +61,7 @@ class WaitingRoom:
         """By descending priority."""
         self._departed_s = 0.0
         """Prefill work of all requests that have left for an instance, in seconds."""
-        self.members: dict[Waiter, Place] = {}
+        self.members: dict[Waiter, WaitingRequest] = {}
         self.open_charges: dict[Charge, None] = {}
         """Of requests in flight."""
         self._next_number = 0
@@ -120,23 +120,23 @@ class WaitingRoom:
         level = self._find_level(waiter.priority)
         level.ttft_s = waiter.deadline_s - waiter.arrival_s
         line = level.open_line(waiter.tenant, departed_s=self._departed_s, work_s=work_s)
-        place = self.members[waiter] = Place(waiter, level, line, number, prefill_s, work_s)
+        request = self.members[waiter] = WaitingRequest(waiter, level, line, number, prefill_s, work_s)
         line.count += 1
-        line.push(place)
+        line.push(request)
         self.prefill_s += prefill_s
         level.in_time_prefill_s += prefill_s
         return True
 
     def leave(self, waiter: Waiter) -> None:
         """Take a request out: it was dispatched, or its client disconnected."""
-        place = self.members.pop(waiter, None)
-        if place is None:
+        request = self.members.pop(waiter, None)
+        if request is None:
             return
-        place.gone = True
-        level, line = place.level, place.line
+        request.gone = True
+        level, line = request.level, request.line
         # Adding and subtracting floats leaves a rounding error: reset the sums when nobody waits.
-        self.prefill_s = self.prefill_s - place.prefill_s if self.members else 0.0
-        level.in_time_prefill_s = max(0.0, level.in_time_prefill_s - place.prefill_s * place.in_time)
+        self.prefill_s = self.prefill_s - request.prefill_s if self.members else 0.0
+        level.in_time_prefill_s = max(0.0, level.in_time_prefill_s - request.prefill_s * request.in_time)
         line.count -= 1
         if not line.count:
             level.close_line(line)
@@ -181,7 +181,7 @@ class WaitingRoom:
         charge.settle()
 
     def _let_leave(self, now_s: float) -> None:
-        passed: list[Place] = []
+        passed: list[WaitingRequest] = []
         set_aside: list[tuple[Level, Line]] = []
         held_lines: dict[Level, int] = {}
         full: list[Level] = []
@@ -196,17 +196,18 @@ class WaitingRoom:
                 level.set_aside(line)
                 set_aside.append((level, line))
                 continue
-            place = heap[0][2]
+            request = heap[0][2]
             held_for_long = level.is_held_for_long(line, now_s)
-            departure = place.waiter.try_to_leave(now_s, late=not place.in_time, held_for_long=held_for_long)
-            level.held = (departure is _HELD and place.in_time) or (level in held_lines and level.held)
-            if departure is _LEFT:
-                self._record_departure(place)
+            late = not request.in_time
+            result = request.waiter.try_to_leave(now_s, late=late, held_for_long=held_for_long)
+            level.held = (result is _HELD and not late) or (level in held_lines and level.held)
+            if result is _LEFT:
+                self._record_departure(request)
                 if held_for_long:
                     level.passed_hold_s = now_s
-            elif departure is _LATE:
-                self._move_to_late(place)
-            elif departure is _HELD:
+            elif result is _LATE:
+                self._move_to_late(request)
+            elif result is _HELD:
                 if line.held_since_s is None:
                     line.held_since_s = now_s
                 level.set_aside(line)
@@ -214,28 +215,28 @@ class WaitingRoom:
                 held_lines[level] = held_lines.get(level, 0) + 1
                 if held_lines[level] == MAX_HELD_LINES:
                     full.append(level)
-            elif place.waiter.excludes_instances:
+            elif request.waiter.excludes_instances:
                 heapq.heappop(heap)
-                passed.append(place)
+                passed.append(request)
             else:
                 break
-        for place in passed:
-            if not place.gone:
-                place.line.push(place)
+        for request in passed:
+            if not request.gone:
+                request.line.push(request)
         for level, line in set_aside:
             if level.lines.get(line.tenant) is line:
                 level.enqueue(line.tenant)
 
-    def _record_departure(self, place: Place) -> None:
-        if place.work_s < math.inf:
-            self._departed_s += place.work_s
-        place.line.record_departure(place)
-        place.level.record_departure(self._departed_s, place.work_s)
+    def _record_departure(self, request: WaitingRequest) -> None:
+        if request.work_s < math.inf:
+            self._departed_s += request.work_s
+        request.line.record_departure(request)
+        request.level.record_departure(self._departed_s, request.work_s)
 
-    def _move_to_late(self, place: Place) -> None:
-        place.in_time = False  # its entry among those in time is dropped by that
-        place.level.in_time_prefill_s = max(0.0, place.level.in_time_prefill_s - place.prefill_s)
-        place.line.push(place)
+    def _move_to_late(self, request: WaitingRequest) -> None:
+        request.in_time = False  # its entry among those in time is dropped by that
+        request.level.in_time_prefill_s = max(0.0, request.level.in_time_prefill_s - request.prefill_s)
+        request.line.push(request)
 
     def _make_room(self, newcomer: Waiter) -> bool:
         """Have a request of the lowest level give way: one of the tenant that has most of them there.

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fulcrum_core.errors import InvalidInput
-from fulcrum_router.background import background_task
+from fulcrum_router.control.background_task import background_task
 from fulcrum_router.data_path import tls
 from fulcrum_router.data_path.tls import TlsFiles, make_tls_context, reload_certificate
 from fulcrum_router.data_path.tls_handshakes import ABORTED, Source, TlsAcceptor, choose_aborted, find_source

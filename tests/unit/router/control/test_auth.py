@@ -11,7 +11,6 @@ from jwt.algorithms import ECAlgorithm, RSAAlgorithm
 
 from fulcrum_core.errors import StoreUnavailable
 from fulcrum_core.router_state import STATE_PORT_AUDIENCE
-from fulcrum_router.background import background_task
 from fulcrum_router.control.auth import (
     CLOCK_LEEWAY_S,
     KEY_MAX_AGE_S,
@@ -20,6 +19,7 @@ from fulcrum_router.control.auth import (
     SharedTokenAuthenticator,
     Unauthorized,
 )
+from fulcrum_router.control.background_task import background_task
 from tests.clocks import LoopClock, ManualClock
 from tests.waiting import advance
 

@@ -4,7 +4,7 @@ import asyncio
 
 from structlog.testing import capture_logs
 
-from fulcrum_router.background import background_task
+from fulcrum_router.control.background_task import background_task
 from tests.waiting import run_pending_tasks
 
 
