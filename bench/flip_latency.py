@@ -11,15 +11,12 @@ from the decision to the generation applied) or a request failed.
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import secrets
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -34,7 +31,7 @@ from fulcrum_core.router_state import RouterState
 from fulcrum_core.values import Actor, Role
 from fulcrum_simulator.percentile import percentile
 from fulcrum_simulator.text import output_text, prompt_digest
-from tests.kubernetes.clusters import AUDIT_POLICY, apply_crds, temporary_namespace
+from tests.kubernetes.clusters import run_control_plane, temporary_namespace
 from tests.kubernetes.control_plane.service_stack import (
     MODEL,
     SERVICE,
@@ -44,7 +41,6 @@ from tests.kubernetes.control_plane.service_stack import (
     routed,
 )
 from tests.waiting import wait_until
-from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.waiting import wait_for
 
 APPLIED_P99_MAX_S = 0.1
@@ -62,19 +58,6 @@ class FlipTiming:
     """Router applied the generation, by the same machine's clock."""
     poll_answered_s: float
     """Long poll at the state port returned."""
-
-
-@contextlib.contextmanager
-def run_control_plane() -> Iterator[Cluster]:
-    """Run a control plane while the block runs."""
-    with tempfile.TemporaryDirectory(prefix="flip-latency-") as folder:
-        made = Cluster(Path(folder), audit=AUDIT_POLICY)
-        made.start(0)
-        try:
-            apply_crds(made)
-            yield made
-        finally:
-            made.stop()
 
 
 async def measure_flips(stack: RoutedService, router: RouterProcess, count: int) -> list[FlipTiming]:

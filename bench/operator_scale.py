@@ -18,14 +18,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fulcrum_core.api.meta import parse_time
 from fulcrum_operator.controller.context import STATUS_INTERVAL_S
-from tests.kubernetes.clusters import AUDIT_POLICY, apply_crds, temporary_namespace
+from tests.kubernetes.clusters import run_control_plane, temporary_namespace
 from tests.kubernetes.control_plane.operator_process import (
     FakeKubelet,
     NamespaceClient,
@@ -39,19 +37,6 @@ from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.waiting import wait_for
 
 READS = frozenset({"get", "list", "watch"})
-
-
-@contextmanager
-def run_control_plane() -> Iterator[Cluster]:
-    """Run a control plane while the block runs."""
-    with tempfile.TemporaryDirectory(prefix="operator-scale-") as folder:
-        made = Cluster(Path(folder), audit=AUDIT_POLICY)
-        made.start(0)
-        try:
-            apply_crds(made)
-            yield made
-        finally:
-            made.stop()
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from fulcrum_cluster.logs import add_log_level_option
-from fulcrum_cluster.process import ArgumentParser
+from fulcrum_cluster.process import ArgumentParser, read_token_file
 from fulcrum_core.errors import InvalidInput
 
 IN_CLUSTER_ROUTER_STATE_URL = "http://{service}.{namespace}.svc:9091"
@@ -63,7 +63,7 @@ def parse_options(arguments: Sequence[str] | None) -> Options:
         log_level=parsed.log_level,
     )
     _check_url(options)
-    _check_token(parsed.token_file)
+    read_token_file(parsed.token_file)  # checked here; read again for every request
     return options
 
 
@@ -80,17 +80,6 @@ def _check_url(options: Options) -> None:
     if options.service is None and "{service}" not in options.router_state:
         rule = "names one router for all services: pass --service, or use {service} in the URL"
         raise InvalidInput("--router-state", options.router_state, rule)
-
-
-def _check_token(path: Path) -> None:
-    """Raise InvalidInput unless the token file is readable now. The file is read again for every request."""
-    try:
-        token = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "is not UTF-8 text"
-        raise InvalidInput("--token-file", path, f"cannot be read: {reason.lower()}") from error
-    if not token:
-        raise InvalidInput("--token-file", path, "is empty")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""Start and end of every program: command line errors, sockets, the ready line, the parent process.
+"""Start and end of every program: command line errors, token file, sockets, ready line, parent process.
 
 It imports nothing else of this room, because the simulated engine server uses it too.
 """
@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from fulcrum_core.errors import InvalidInput
@@ -62,6 +63,18 @@ def bind_socket(host: str, port: int, *, option: str) -> socket.socket:
         raise InvalidInput(option, f"{host}:{port}", f"cannot be bound: {reason.lower()}") from error
     bound.setblocking(False)
     return bound
+
+
+def read_token_file(path: Path) -> str:
+    """Read the token of the option --token-file; InvalidInput if the file is not readable or is empty."""
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "is not UTF-8 text"
+        raise InvalidInput("--token-file", path, f"cannot be read: {reason.lower()}") from error
+    if not token:
+        raise InvalidInput("--token-file", path, "is empty")
+    return token
 
 
 def announce_ready(**ports: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fulcrum_cluster.logs import add_log_level_option
-from fulcrum_cluster.process import ArgumentParser
+from fulcrum_cluster.process import ArgumentParser, read_token_file
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.values import Role
 from fulcrum_router.data_path.tls import TlsFiles
@@ -79,7 +79,7 @@ def parse_options(arguments: Sequence[str] | None) -> RouterOptions:
         state_port=given.state_port,
         metrics_port=given.metrics_port,
         log_level=given.log_level,
-        token=None if given.token_file is None else _read_token(given.token_file),
+        token=None if given.token_file is None else read_token_file(given.token_file),
         state_callers=_parse_subjects(given.state_callers),
         store=given.store,
         static=tuple(_parse_endpoints(given.static or ())),
@@ -144,17 +144,6 @@ def _parse_subjects(text: str | None) -> tuple[str, ...]:
         if len(parts) != 4 or parts[:2] != ["system", "serviceaccount"] or not all(parts):
             raise InvalidInput("--state-callers", subject, "is not system:serviceaccount:NAMESPACE:NAME")
     return subjects
-
-
-def _read_token(path: Path) -> str:
-    try:
-        token = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "is not UTF-8 text"
-        raise InvalidInput("--token-file", path, f"cannot be read: {reason.lower()}") from error
-    if not token:
-        raise InvalidInput("--token-file", path, "is empty")
-    return token
 
 
 def _parse_endpoints(groups: Sequence[str]) -> list[tuple[Role, str, int]]:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import secrets
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -120,3 +121,16 @@ def enforce_restricted_pod_security(cluster: Cluster, namespace: str) -> None:
     body = json.dumps(label).encode()
     status, response = cluster.request("PATCH", path, body, content_type="application/merge-patch+json")
     assert status == 200, response
+
+
+@contextlib.contextmanager
+def run_control_plane() -> Iterator[Cluster]:
+    """Run a control plane with the CRDs while the block runs, for a measurement."""
+    with tempfile.TemporaryDirectory(prefix="control-plane-") as folder:
+        cluster = Cluster(Path(folder), audit=AUDIT_POLICY)
+        cluster.start(0)
+        try:
+            apply_crds(cluster)
+            yield cluster
+        finally:
+            cluster.stop()

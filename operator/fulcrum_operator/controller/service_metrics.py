@@ -16,6 +16,9 @@ _STATUS_VALUES = {"True": 1.0, "False": 0.0}
 _LASTING = (Phase.STARTING, Phase.SWITCHING, Phase.VERIFYING, Phase.DRAINING, Phase.TERMINATING)
 """Phases that an instance is to leave soon."""
 _SERVICE_LABELS = ["namespace", "service"]
+_ServiceInstances = tuple[PDService, list[PDInstance]]
+_Sample = tuple[list[str], float]
+"""Values of the labels, and the value of the series."""
 
 
 class ServiceCollector(Collector):
@@ -40,7 +43,7 @@ class ServiceCollector(Collector):
         yield _build_generations(found for found in assignments if found is not None)
         yield _build_phase_times(self._list_instances(services), now_s=self._clock.now_s())
 
-    def _list_instances(self, services: Iterable[PDService]) -> Iterator[tuple[PDService, list[PDInstance]]]:
+    def _list_instances(self, services: Iterable[PDService]) -> Iterator[_ServiceInstances]:
         for service in services:
             name, namespace = service.metadata.name, service.metadata.namespace
             cached = self._cache.list_resources(PDInstance, namespace)
@@ -51,82 +54,101 @@ def _labels(service: PDService) -> list[str]:
     return [service.metadata.namespace, service.metadata.name]
 
 
+def _build_gauge(name: str, text: str, *labels: str, samples: Iterable[_Sample]) -> Metric:
+    """Build a family with the labels namespace, service and `labels`."""
+    family = GaugeMetricFamily(name, text, labels=[*_SERVICE_LABELS, *labels])
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family
+
+
 def _build_conditions(services: Iterable[PDService]) -> Metric:
-    family = GaugeMetricFamily(
+    return _build_gauge(
         "fulcrum_operator_service_condition",
         "Status of a condition of the service with its current reason: 1 True, 0 False, -1 Unknown.",
-        labels=[*_SERVICE_LABELS, "condition", "reason"],
+        *("condition", "reason"),
+        samples=(
+            (
+                [*_labels(service), condition.type, condition.reason],
+                _STATUS_VALUES.get(condition.status, -1.0),
+            )
+            for service in services
+            for condition in service.status.conditions
+        ),
     )
-    for service in services:
-        for condition in service.status.conditions:
-            value = _STATUS_VALUES.get(condition.status, -1.0)
-            family.add_metric([*_labels(service), condition.type, condition.reason], value)
-    return family
 
 
 def _build_objectives(services: Iterable[PDService]) -> Metric:
-    family = GaugeMetricFamily(
+    return _build_gauge(
         "fulcrum_operator_slo_objective_ratio",
         "Share of requests that must meet their objectives (spec.slo.attainment), 0 to 1.",
-        labels=_SERVICE_LABELS,
+        samples=((_labels(service), service.spec.slo.attainment / 100) for service in services),
     )
-    for service in services:
-        family.add_metric(_labels(service), service.spec.slo.attainment / 100)
-    return family
 
 
-def _build_instances(found: Iterable[tuple[PDService, list[PDInstance]]]) -> Metric:
-    family = GaugeMetricFamily(
-        "fulcrum_operator_instances", "Instances by phase.", labels=[*_SERVICE_LABELS, "phase"]
+def _build_instances(found: Iterable[_ServiceInstances]) -> Metric:
+    return _build_gauge(
+        "fulcrum_operator_instances",
+        "Instances by phase.",
+        "phase",
+        samples=(
+            ([*_labels(service), phase], sum(instance.status.phase is phase for instance in instances))
+            for service, instances in found
+            for phase in Phase
+        ),
     )
-    for service, instances in found:
-        phases = [instance.status.phase for instance in instances]
-        for phase in Phase:
-            family.add_metric([*_labels(service), phase], phases.count(phase))
-    return family
 
 
-def _build_devices(found: Iterable[tuple[PDService, list[PDInstance]]]) -> Metric:
-    family = GaugeMetricFamily(
+def _build_devices(found: Iterable[_ServiceInstances]) -> Metric:
+    return _build_gauge(
         "fulcrum_operator_devices",
         "Devices that the instances of a pool request; 1 for an instance that names no hardware.",
-        labels=[*_SERVICE_LABELS, "pool"],
+        "pool",
+        samples=(
+            ([*_labels(service), pool], count)
+            for service, instances in found
+            for pool, count in sorted(_count_devices(instances).items())
+        ),
     )
-    for service, instances in found:
-        devices: Counter[str] = Counter()
-        for instance in instances:
-            hardware = instance.spec.hardware
-            devices[instance.spec.pool] += 1 if hardware is None else hardware.count
-        for pool, count in sorted(devices.items()):
-            family.add_metric([*_labels(service), pool], count)
-    return family
+
+
+def _count_devices(instances: Iterable[PDInstance]) -> Counter[str]:
+    """Count the requested devices by pool."""
+    devices: Counter[str] = Counter()
+    for instance in instances:
+        hardware = instance.spec.hardware
+        devices[instance.spec.pool] += 1 if hardware is None else hardware.count
+    return devices
 
 
 def _build_generations(assignments: Iterable[PDAssignment]) -> Metric:
-    family = GaugeMetricFamily(
+    found = (assignment.metadata for assignment in assignments)
+    return _build_gauge(
         "fulcrum_operator_assignment_generation",
         "Generation of the PDAssignment as the operator knows it.",
-        labels=_SERVICE_LABELS,
+        samples=(([metadata.namespace, metadata.name], metadata.generation) for metadata in found),
     )
-    for assignment in assignments:
-        metadata = assignment.metadata
-        family.add_metric([metadata.namespace, metadata.name], metadata.generation)
-    return family
 
 
-def _build_phase_times(found: Iterable[tuple[PDService, list[PDInstance]]], *, now_s: float) -> Metric:
-    family = GaugeMetricFamily(
+def _build_phase_times(found: Iterable[_ServiceInstances], *, now_s: float) -> Metric:
+    return _build_gauge(
         "fulcrum_operator_longest_phase_seconds",
         "For how long an instance has been in the phase, the longest one, in seconds; 0: none is. Instances "
         "that are drained and stay so are not counted.",
-        labels=[*_SERVICE_LABELS, "phase"],
+        "phase",
+        samples=(
+            ([*_labels(service), phase], _find_longest_s(instances, phase, now_s))
+            for service, instances in found
+            for phase in _LASTING
+        ),
     )
-    for service, instances in found:
-        for phase in _LASTING:
-            since_s = [i.status.phase_since for i in instances if _is_in(i, phase)]
-            longest_s = max((now_s - s for s in since_s if s is not None), default=0.0)
-            family.add_metric([*_labels(service), phase], max(0.0, longest_s))
-    return family
+
+
+def _find_longest_s(instances: Iterable[PDInstance], phase: Phase, now_s: float) -> float:
+    """For how long the instance that has been in the phase for longest has been in it."""
+    since_s = [instance.status.phase_since for instance in instances if _is_in(instance, phase)]
+    times_s = (now_s - start_s for start_s in since_s if start_s is not None)
+    return max(0.0, max(times_s, default=0.0))
 
 
 def _is_in(instance: PDInstance, phase: Phase) -> bool:
