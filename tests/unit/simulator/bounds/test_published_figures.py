@@ -3,8 +3,10 @@
 Skipped unless FULCRUM_TRACES names their folder.
 """
 
+import math
 import os
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,12 @@ from fulcrum_simulator.bounds import (
     compute_fluid_rate,
     compute_mean_work,
     compute_metric_rate,
-    find_fcfs_rate,
-    find_prefill_burst_rate,
+    count_fcfs_on_time,
+    count_prefills_on_time_at_most,
+    mean_rate,
 )
 from fulcrum_simulator.workload import WorkloadRequest, load_trace
+from fulcrum_simulator.workload.transforms import speed_up_arrivals
 
 FOLDER = os.environ.get("FULCRUM_TRACES")
 
@@ -41,6 +45,22 @@ def load(trace: str) -> tuple[WorkloadRequest, ...]:
 
 def make_fleet(trace: str, profile: str, instances: int = 8) -> UniformFleet:
     return UniformFleet(instances, load_profile(profile), SLOS[trace, profile])
+
+
+def is_reached(
+    rate: float,
+    count: Callable[[Sequence[WorkloadRequest], UniformFleet], int],
+    trace: str,
+    fleet: UniformFleet,
+    attainment: float,
+) -> bool:
+    """Whether that share of a recording is on time at a rate; higher rates never have more on time.
+
+    So two rates show between which the highest one lies, for a fifteenth of the time of a search.
+    """
+    requests = load(trace)
+    faster = list(speed_up_arrivals(requests, rate / mean_rate(requests)))
+    return count(faster, fleet) >= math.ceil(attainment * len(requests))
 
 
 @pytest.mark.parametrize(
@@ -102,8 +122,10 @@ def test_the_burst_bound_of_a_recording_is_up_to_8_percent_above_the_published_o
     With t0/N added, all of them are within 3 %.
     """
     fleet = make_fleet(trace, profile, instances)
-    found = find_prefill_burst_rate(load(trace), fleet, attainment=attainment)
-    assert rate <= found <= 1.08 * rate
+    reached = [
+        is_reached(at, count_prefills_on_time_at_most, trace, fleet, attainment) for at in (rate, 1.08 * rate)
+    ]
+    assert reached == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -120,10 +142,10 @@ def test_the_burst_bound_of_a_recording_is_up_to_8_percent_above_the_published_o
 def test_the_queue_of_4_7_and_8_instances_reaches_the_published_rates(
     profile: str, reject_late: bool, attainment: float, rates: tuple[float, ...]
 ) -> None:
-    found = [
-        find_fcfs_rate(
-            load(CODE), make_fleet(CODE, profile, count), attainment=attainment, reject_late=reject_late
-        )
-        for count in (4, 7, 8)
+    count = partial(count_fcfs_on_time, reject_late=reject_late)
+    reached = [
+        is_reached(share * rate, count, CODE, make_fleet(CODE, profile, instances), attainment)
+        for instances, rate in zip((4, 7, 8), rates, strict=True)
+        for share in (0.95, 1.05)
     ]
-    assert found == pytest.approx(list(rates), rel=0.05)
+    assert reached == 3 * [True, False]
