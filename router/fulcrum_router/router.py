@@ -51,8 +51,10 @@ class Router:
         self.callers = CallerRules(api_keys or ApiKeys(), self.counters)
         self.request_memory = make_request_memory()
         self.kept_streams = KeptBytes(int(KEPT_SHARE * self.request_memory.max_bytes))
-        self.continuation_turns = Turns()
-        """When an engine dies, each of its streams is prepared for the next one in a turn of its own."""
+        self.long_turns = Turns()
+        """For steps that take long and may be due at once, as those of large bodies, or of the streams of an
+        engine that died.
+        """
         self.tokens_per_byte = TokensPerByte()
         self.ttft_errors = TtftErrors()
         self.pairs = TransferPairs()

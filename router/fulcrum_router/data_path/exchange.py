@@ -28,7 +28,7 @@ from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1 import responses
 from fulcrum_router.http1.bodies import RequestBody, parse_request_body
 from fulcrum_router.http1.engine_events import count_output_tokens
-from fulcrum_router.http1.inline_task import Completion, InlineTask, next_turn, run_in_asyncio_task
+from fulcrum_router.http1.inline_task import Completion, InlineTask, run_in_asyncio_task
 from fulcrum_router.http1.json_limits import InvalidBody
 from fulcrum_router.http1.output_limits import find_output_limit, is_stream
 from fulcrum_router.policy.blame import SHED_STATUSES
@@ -43,9 +43,6 @@ _SEND_PREFILL, _SEND_DECODE, _END = Action.SEND_PREFILL, Action.SEND_DECODE, Act
 _OK, _DONE, _FULL = RequestOutcome.OK, State.DONE, (StopReason.FULL, StopReason.REFUSED)
 _FAILS_AGAIN = (StopReason.QUERY_OF_DEATH, StopReason.TOO_LONG)
 """Reasons for which a request would fail again."""
-
-LONG_BODY_BYTES = 1_048_576
-"""Bodies above this size get a turn of the event loop for each step that takes long."""
 
 
 class Exchange:
@@ -119,9 +116,11 @@ class Exchange:
     async def _serve(self) -> None:
         """Carry out the actions of the request's journey, one after another."""
         request = self._request
+        if request.client.is_long:
+            await request.router.long_turns.take()
         journey = request.admit(self._parse_body())
-        if len(request.client.body) > LONG_BODY_BYTES:
-            await next_turn()  # to parse, and to serialise for the prefill leg, each take a turn of 20 ms
+        if request.client.is_long:
+            await request.router.long_turns.take()
         action = journey.begin(request.arrival_s)
         while action is not _END:
             if action is _SEND_PREFILL:
@@ -286,8 +285,9 @@ class Exchange:
         A whole response has no first byte before its last: it gets the time of the tokens that it asks for.
         """
         request = self._request
-        first_byte_at_s, fields = request.first_byte_at_s, request.body.fields
-        tokens = 1 if is_stream(fields) else find_output_limit(fields, chat=request.is_chat) or 1
+        first_byte_at_s, tokens = request.first_byte_at_s, 1
+        if request.is_admitted and not is_stream(request.body.fields):
+            tokens = find_output_limit(request.body.fields, chat=request.is_chat) or 1
         waited_s = (time.monotonic() if first_byte_at_s is None else first_byte_at_s) - request.arrival_s
         late = waited_s > request.tier.slo.compute_response_limit_s(tokens)
         return RequestOutcome.LEFT_LATE if late else RequestOutcome.CANCELLED

@@ -210,6 +210,8 @@ class PassThrough:
 
     async def _serve(self) -> RequestOutcome:
         tier = self._client_request.caller.tier
+        if self._client_request.is_long:
+            await self._router.long_turns.take()
         request = self._body = parse_request_body(self._client_request.body, tier.engine_priority)
         failed = LegFailed(Failure.REFUSED, "no instance is available", status=503)
         excluded: set[str] = set()

@@ -23,6 +23,9 @@ from fulcrum_router.policy.latency_parts import RequestTimes
 from fulcrum_router.router import Router
 from fulcrum_router.settings import ServiceSettings
 
+LONG_BODY_BYTES = 1_048_576
+"""To read, to parse and to serialise a larger body takes up to 20 ms each."""
+
 _CANCELLED = RequestOutcome.CANCELLED  # an attribute of an enum is slow to read
 
 
@@ -56,6 +59,11 @@ class ClientRequest:
     trace_headers: bytes
     """Header lines of the W3C trace context."""
     keep_alive: bool
+
+    @property
+    def is_long(self) -> bool:
+        """Whether each step with its body gets a turn of the event loop."""
+        return len(self.body) > LONG_BODY_BYTES
 
     def build_leg_head(self, address: bytes, body_bytes: int) -> bytes:
         """Build the request head of a leg whose body has `body_bytes` bytes."""
@@ -194,7 +202,7 @@ class ServedRequest:
         continuation = self.continuation
         if continuation is None or continuation.output is None:
             return None
-        await self.router.continuation_turns.take()
+        await self.router.long_turns.take()
         before, raw = continuation.counted_tokens, continuation.build_body()
         if raw is None:
             return None

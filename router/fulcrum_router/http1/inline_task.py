@@ -84,13 +84,6 @@ class InlineTask:
         completion.set_waiter(self)
 
 
-def next_turn() -> Completion[None]:
-    """Awaited in an inline task: go on in the next turn of the event loop, after others have had theirs."""
-    completion: Completion[None] = Completion()
-    asyncio.get_running_loop().call_soon(completion.set_result, None)
-    return completion
-
-
 class Turns:
     """Gives inline tasks that ask for one a turn of the event loop each, in their order."""
 

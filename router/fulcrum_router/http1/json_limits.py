@@ -51,8 +51,10 @@ def parse_limited_object(raw: bytes) -> dict[str, Any]:
     Raises:
         InvalidBody: if `raw` is not a JSON object, or exceeds a limit.
     """
+    brackets = raw  # or the separators alone, among which all brackets are
     if len(raw) > UNCHECKED_BYTES:
-        _limit_parse_time(raw)
+        brackets = find_separators(raw)
+        _limit_parse_time(raw, brackets)
     try:
         parsed = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -60,9 +62,9 @@ def parse_limited_object(raw: bytes) -> dict[str, Any]:
     if type(parsed) is not dict:
         raise InvalidBody("the body is not a JSON object")
     # Most bodies have few brackets: these are neither deep nor many.
-    if _count_openings(raw, _UNCHECKED_OPENINGS) >= _UNCHECKED_OPENINGS:
+    if _count_openings(brackets, _UNCHECKED_OPENINGS) >= _UNCHECKED_OPENINGS:
         _limit_depth(parsed)
-        if len(raw) > 2 * MAX_CONTAINERS and _count_openings(raw, MAX_CONTAINERS) > MAX_CONTAINERS:
+        if len(raw) > 2 * MAX_CONTAINERS and _count_openings(brackets, MAX_CONTAINERS) > MAX_CONTAINERS:
             _limit_containers(parsed)
     return parsed
 
@@ -88,9 +90,8 @@ def estimate_parse_s(size: int, separators: bytes) -> float:
     )
 
 
-def _limit_parse_time(raw: bytes) -> None:
+def _limit_parse_time(raw: bytes, separators: bytes) -> None:
     """Refuse a long body before it is parsed, if that could take too long."""
-    separators = find_separators(raw)
     if separators.count(b"\\") > MAX_BACKSLASHES:
         raise InvalidBody(f"the body has more than {MAX_BACKSLASHES} escaped characters")
     if estimate_parse_s(len(raw), separators) > MAX_PARSE_S:

@@ -226,6 +226,8 @@ class EngineConnection:
         elif self._remaining_bytes >= 0:
             surplus = len(data) > self._remaining_bytes
             if surplus:
+                if handler.retryable:
+                    raise FramingError("more bytes than the length of the response")
                 data = data[: self._remaining_bytes]
             self._remaining_bytes -= len(data)
             if data:

@@ -71,6 +71,7 @@ def parse_generate_request(
     """
     _check_model(body.get("model"), model)
     prompt = _render_chat_prompt(body) if chat else _encode_prompt(body.get("prompt"))
+    prompt = _truncate(prompt, _read_int(body, "truncate_prompt_tokens", 0))
     prompt_tokens = count_tokens(prompt)
     return GenerateRequest(
         chat=chat,
@@ -149,6 +150,11 @@ def _encode_prompt(prompt: object) -> bytes:
     ):
         return b"".join(item.to_bytes(BYTES_PER_TOKEN, "little") for item in prompt)
     raise RequestRejected("prompt must be one non-empty text or list of token ids", param="prompt")
+
+
+def _truncate(prompt: bytes, tokens: int) -> bytes:
+    """Return the last `tokens` of a prompt; 0: all of it."""
+    return prompt[-tokens * BYTES_PER_TOKEN :] if tokens > 0 else prompt
 
 
 def _max_tokens(body: Mapping[str, Any], *, prompt_tokens: int, chat: bool, limit: int) -> int:

@@ -76,6 +76,11 @@ def test_a_completion_has_defaults_for_all_but_its_prompt() -> None:
     )
 
 
+def test_a_truncated_prompt_keeps_its_last_tokens() -> None:
+    parsed = parse({"prompt": "abcdefgh" * 100, "truncate_prompt_tokens": 1, "max_tokens": 1})
+    assert (parsed.prompt, parsed.prompt_tokens) == (b"efgh", 1)
+
+
 def test_every_field_that_affects_the_engine_is_parsed() -> None:
     body = {
         "model": "m",
