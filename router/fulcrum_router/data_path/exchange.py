@@ -15,6 +15,7 @@ from fulcrum_core.spans import AttributeValue
 from fulcrum_router.counters import RequestOutcome
 from fulcrum_router.data_path.decode import DecodeLeg
 from fulcrum_router.data_path.decode_response import DecodeResponse, ResponseState
+from fulcrum_router.data_path.journey_steps import build_failure_response, wait_for_flip, wait_in_room
 from fulcrum_router.data_path.prefill import PrefillLeg
 from fulcrum_router.data_path.request import (
     ClientRequest,
@@ -22,16 +23,14 @@ from fulcrum_router.data_path.request import (
     EarlyResponse,
     Leg,
     ServedRequest,
-    find_error_status,
 )
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1 import responses
 from fulcrum_router.http1.bodies import RequestBody, parse_request_body
 from fulcrum_router.http1.engine_events import count_output_tokens
-from fulcrum_router.http1.inline_task import Completion, InlineTask, run_in_asyncio_task
+from fulcrum_router.http1.inline_task import InlineTask
 from fulcrum_router.http1.json_limits import InvalidBody
 from fulcrum_router.http1.output_limits import find_output_limit, is_stream
-from fulcrum_router.policy.blame import SHED_STATUSES
 from fulcrum_router.policy.journey import Action, State, StopReason
 from fulcrum_router.router import Router
 from fulcrum_router.settings import ServiceSettings
@@ -41,8 +40,6 @@ log = structlog.get_logger()
 # An attribute of an enum is slow to read.
 _SEND_PREFILL, _SEND_DECODE, _END = Action.SEND_PREFILL, Action.SEND_DECODE, Action.END
 _OK, _DONE, _FULL = RequestOutcome.OK, State.DONE, (StopReason.FULL, StopReason.REFUSED)
-_FAILS_AGAIN = (StopReason.QUERY_OF_DEATH, StopReason.TOO_LONG)
-"""Reasons for which a request would fail again."""
 
 
 class Exchange:
@@ -146,11 +143,15 @@ class Exchange:
                 if request.trace is not None:
                     self._end_leg_trace(failed=action is not _END)
             elif action is Action.ASK_FOR_FLIP:
-                action = await self._wait_for_flip()
+                action = await wait_for_flip(request.router, journey)
             elif action is Action.WAIT:
-                action = await self._wait_for_prefill_instance()
+                action = await wait_in_room(journey)
             elif action is Action.FAIL:
-                raise self._build_failure_response()
+                raise EarlyResponse(
+                    *build_failure_response(
+                        request.router, journey, request.failed, close=not request.keep_alive
+                    )
+                )
             elif action is Action.BREAK:
                 self._end_broken_stream()
                 return
@@ -178,22 +179,6 @@ class Exchange:
             raise EarlyResponse(
                 RequestOutcome.INVALID, responses.build_error_response(400, str(error))
             ) from None
-
-    async def _wait_for_flip(self) -> Action:
-        """Publish the flip that the journey asks for, and wait for the next assignment as long as it says."""
-        router, journey = self._request.router, self._request.journey
-        if journey.proposal is not None:
-            router.request_flip(journey.proposal)
-        wait_s = journey.wait_until_s - time.monotonic()
-        if wait_s > 0 and await run_in_asyncio_task(router.applied_assignment.wait_until_next(wait_s)):
-            return journey.flip_done(time.monotonic())
-        return journey.flip_wait_ended(max(journey.wait_until_s, time.monotonic()))
-
-    async def _wait_for_prefill_instance(self) -> Action:
-        """Wait until the request leaves the waiting room."""
-        moved: Completion[Action] = Completion()
-        self._request.journey.on_moved = moved.set_result
-        return await moved
 
     # --- the end -------------------------------------------------------------------------------------
 
@@ -291,37 +276,6 @@ class Exchange:
         waited_s = (time.monotonic() if first_byte_at_s is None else first_byte_at_s) - request.arrival_s
         late = waited_s > request.tier.slo.compute_response_limit_s(tokens)
         return RequestOutcome.LEFT_LATE if late else RequestOutcome.CANCELLED
-
-    def _build_failure_response(self) -> EarlyResponse:
-        """Build the error for a request that no instance could serve."""
-        request, failed = self._request, self._request.failed
-        reason, refusal = request.journey.stop_reason, request.journey.refusal
-        if reason is not None:
-            request.router.counters.stopped_requests[reason] += 1
-        if refusal is not None:
-            response = responses.build_refusal_response(
-                refusal.reason,
-                refusal.message,
-                retry_after_s=refusal.retry_after_s,
-                close=not request.keep_alive,
-            )
-            return EarlyResponse(RequestOutcome.REFUSED, response)
-        if reason is StopReason.FULL:
-            status = 503
-            message = f"{len(request.router.journeys.waiting_room)} requests wait already: no room for more"
-        elif failed is None or failed.status in SHED_STATUSES:
-            message = "no decode instance is available" if failed is None else failed.detail
-            status = 503
-        else:
-            message = f"no decode instance responded: {failed.detail}"
-            if reason is StopReason.QUERY_OF_DEATH:
-                message = f"two engines failed by this request: {failed.detail}"
-            status = find_error_status(failed)
-        lines = responses.DO_NOT_RETRY if reason in _FAILS_AGAIN else b""
-        response = responses.build_error_response(
-            status, message, header_lines=lines, close=not request.keep_alive
-        )
-        return EarlyResponse(RequestOutcome.FAILED, response)
 
     def _end_broken_stream(self) -> None:
         """Send an error event if one can be inserted, and close the connection without a regular end."""

@@ -1,8 +1,9 @@
 """Requests that one engine answers alone: embeddings, scores, tokens, and APIs without KV transfer.
 
-Such a request goes to the serving instance with the fewest legs in flight; its response is forwarded as it
-comes. Before the first byte a failure moves it to another instance, once. The limits on bodies and the fields
-that clients may not set are those of completions.
+The response is forwarded as it comes. A request that generates tokens has a journey as a completion without a
+prefill leg: it waits, is counted and moves to another instance like that one. Any other goes to the serving
+instance with the fewest legs in flight, and before the first byte a failure moves it to another one, once.
+The limits on bodies and the fields that clients may not set are those of completions.
 """
 
 import asyncio
@@ -10,10 +11,10 @@ import time
 
 import structlog
 
-from fulcrum_core.values import Role
 from fulcrum_router.counters import DECODE, RequestOutcome
+from fulcrum_router.data_path.journey_steps import build_failure_response, wait_for_flip, wait_in_room
 from fulcrum_router.data_path.leg_outcomes import LegOutcomes
-from fulcrum_router.data_path.request import ClientRequest, Downstream, find_error_status
+from fulcrum_router.data_path.request import ClientRequest, Downstream, EarlyResponse, find_error_status
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1 import responses
 from fulcrum_router.http1.bodies import RequestBody, build_decode_body, parse_request_body
@@ -23,8 +24,10 @@ from fulcrum_router.http1.inline_task import Completion, InlineTask
 from fulcrum_router.http1.json_limits import InvalidBody
 from fulcrum_router.http1.sending import send_and_wait
 from fulcrum_router.http1.upstream import EngineConnection
+from fulcrum_router.policy import Work
 from fulcrum_router.policy.blame import is_ambiguous, is_shed_or_failed
-from fulcrum_router.policy.journey import StopReason
+from fulcrum_router.policy.estimate import measure_conversation
+from fulcrum_router.policy.journey import Action, Journey, LocalPrefillReason, StopReason
 from fulcrum_router.policy.journey.machine import DEATHS, MIN_SUSPICIONS
 from fulcrum_router.policy.whole_response import compute_deadline_s
 from fulcrum_router.router import Router
@@ -33,7 +36,7 @@ from fulcrum_router.settings import ServiceSettings
 log = structlog.get_logger()
 
 GENERATION_PATHS = frozenset({b"/v1/responses", b"/v1/messages"})
-"""Paths whose requests generate tokens: sent to instances that decode."""
+"""Paths whose requests generate tokens: each has a journey."""
 POOLING_PATHS = frozenset(
     {
         b"/v1/embeddings",
@@ -55,8 +58,6 @@ PASS_THROUGH_PATHS = GENERATION_PATHS | POOLING_PATHS
 MAX_ATTEMPTS = 2
 MAX_RESPONSE_S = 3_600.0
 """Longest time until the first byte, for a response that comes whole from an engine that makes progress."""
-
-_PREFILL = Role.PREFILL  # an attribute of an enum is slow to read
 
 
 class StreamBroken(Exception):
@@ -139,10 +140,12 @@ class PassThrough:
     """One client request in progress; used as an `Exchange` is."""
 
     __slots__ = (
+        "_arrival_s",
         "_body",
         "_client_request",
         "_downstream",
         "_inline_task",
+        "_journey",
         "_keep_alive",
         "_leg",
         "_legs",
@@ -154,7 +157,7 @@ class PassThrough:
     def __init__(
         self, router: Router, settings: ServiceSettings, downstream: Downstream, client_request: ClientRequest
     ) -> None:
-        self._router, self._settings = router, settings
+        self._router, self._settings, self._arrival_s = router, settings, time.monotonic()
         self._downstream, self._client_request = downstream, client_request
         self._keep_alive = client_request.keep_alive
         self._leg: PassThroughLeg | None = None
@@ -162,6 +165,8 @@ class PassThrough:
         self._suspicions = 0
         """Engines that died or answered 5xx after they were sent the request."""
         self._body: RequestBody | None = None
+        self._journey: Journey[Instance] | None = None
+        """Of a request that generates tokens."""
         self._inline_task = InlineTask(self._run())
 
     def start(self) -> None:
@@ -191,6 +196,9 @@ class PassThrough:
             self._downstream.write(responses.build_error_response(400, str(error)))
         except LegFailed as failed:
             self._write_failure(failed)
+        except EarlyResponse as end:
+            outcome = end.outcome
+            self._downstream.write(end.response)
         except StreamBroken:
             outcome, self._keep_alive = RequestOutcome.BROKEN, False
         except asyncio.CancelledError:
@@ -203,6 +211,8 @@ class PassThrough:
                     responses.build_error_response(500, "internal error of the router", close=True)
                 )
         finally:
+            if self._journey is not None:
+                self._journey.client_left(time.monotonic())  # without effect at the end of a journey
             self._leg = None
             self._legs.close()
             self._router.counters.passed_through[self._client_request.path.decode(), outcome] += 1
@@ -213,6 +223,8 @@ class PassThrough:
         if self._client_request.is_long:
             await self._router.long_turns.take()
         request = self._body = parse_request_body(self._client_request.body, tier.engine_priority)
+        if self._client_request.path in GENERATION_PATHS:
+            return await self._generate(request)
         failed = LegFailed(Failure.REFUSED, "no instance is available", status=503)
         excluded: set[str] = set()
         budget = self._router.journeys.retry_budget
@@ -225,6 +237,7 @@ class PassThrough:
                 self._router.counters.stopped_requests[StopReason.RETRY_BUDGET] += 1
                 break
             excluded.add(instance.name)
+            entry = instance.ledger.add_decode(tokens=0)  # it holds no KV once it has responded
             try:
                 return await self._send(instance, request)
             except LegFailed as error:
@@ -237,13 +250,66 @@ class PassThrough:
             except StreamBroken as broken:
                 self._legs.record_failure(instance, DECODE, broken.failed, fields=request.fields)
                 raise
+            finally:
+                entry.release()
         raise failed
 
+    async def _generate(self, body: RequestBody) -> RequestOutcome:
+        """Carry out the journey of a request that generates tokens."""
+        router, outcome, failed = self._router, RequestOutcome.FAILED, None
+        work = self._measure(body)
+        journey = self._journey = Journey(
+            router.journeys, work, local_prefill_reason=LocalPrefillReason.PASSED_THROUGH
+        )
+        action = journey.begin(work.arrival_s)
+        while action is not Action.END:
+            if action is Action.WAIT:
+                action = await wait_in_room(journey)
+            elif action is Action.ASK_FOR_FLIP:
+                action = await wait_for_flip(router, journey)
+            elif action is Action.SEND_DECODE:
+                assert journey.decode_instance is not None
+                try:
+                    outcome = await self._send(journey.decode_instance, body)
+                except (LegFailed, StreamBroken) as error:
+                    failed = error.failed if isinstance(error, StreamBroken) else error
+                    action = self._fail_leg(journey, journey.decode_instance, failed, body)
+                    if isinstance(error, StreamBroken):
+                        raise
+                else:
+                    router.counters.local_prefills[LocalPrefillReason.PASSED_THROUGH] += 1
+                    action = journey.decode_ended(time.monotonic())
+            else:
+                close = not self._keep_alive
+                raise EarlyResponse(*build_failure_response(router, journey, failed, close=close))
+        return outcome
+
+    def _measure(self, body: RequestBody) -> Work:
+        tier = self._client_request.caller.tier
+        return Work(
+            self._router.tokens_per_byte.predict_tokens(measure_conversation(body.fields)),
+            tier.slo,
+            deadline_s=self._arrival_s + tier.slo.ttft_s,
+            tier=tier.name,
+            priority=-tier.engine_priority,
+            tenant=self._client_request.caller.tenant,
+        )
+
+    def _fail_leg(
+        self, journey: Journey[Instance], instance: Instance, failed: LegFailed, body: RequestBody
+    ) -> Action:
+        if self._leg is None or not self._leg.committed:
+            self._router.counters.retries[DECODE, failed.failure] += 1
+        action = journey.decode_failed(
+            time.monotonic(), failed.failure, status=failed.status, started=failed.may_have_started
+        )
+        # After the journey has read the error share.
+        self._legs.record_failure(instance, DECODE, failed, fields=body.fields)
+        return action
+
     def _choose(self, excluded: set[str]) -> Instance | None:
-        """The serving instance with the fewest legs; requests that generate avoid prefill instances."""
+        """The serving instance with the fewest legs."""
         serving = [i for i in self._router.fleet.instances if i.serving and i.name not in excluded]
-        if self._client_request.path in GENERATION_PATHS:
-            serving = [i for i in serving if i.role is not _PREFILL] or serving
         return min(serving, key=lambda i: (i.ledger.legs, i.name), default=None)
 
     async def _send(self, instance: Instance, request: RequestBody) -> RequestOutcome:
@@ -254,32 +320,25 @@ class PassThrough:
             StreamBroken: if it fails later.
         """
         pool, timeouts = instance.require_connection_pool(), self._settings.timeouts
-        tokens = 0  # pooling holds no KV once it has responded
-        if self._client_request.path in GENERATION_PATHS:
-            tokens = request.prompt_id_count + self._router.tokens_per_byte.predict_tokens(len(request.raw))
 
         def build_request() -> tuple[bytes, bytes]:
             body = build_decode_body(request, None, cache_salt=instance.cache_salt)
             return self._client_request.build_leg_head(pool.address, len(body)), body
 
-        entry = instance.ledger.add_decode(tokens=tokens)
-        try:
-            leg = await send_and_wait(
-                pool,
-                lambda connection: self._start_leg(connection, instance),
-                build_request,
-                connect_timeout_s=timeouts.connect_s,
-                head_timeout_s=timeouts.first_byte_s,
-                idle_timeout_s=timeouts.idle_s,
-            )
-            assert leg.head is not None
-            if leg.head.status < 400:
-                self._legs.record_success(instance, DECODE)
-                return RequestOutcome.OK
-            self._legs.record_rejection(instance, DECODE)
-            return RequestOutcome.INVALID
-        finally:
-            entry.release()
+        leg = await send_and_wait(
+            pool,
+            lambda connection: self._start_leg(connection, instance),
+            build_request,
+            connect_timeout_s=timeouts.connect_s,
+            head_timeout_s=timeouts.first_byte_s,
+            idle_timeout_s=timeouts.idle_s,
+        )
+        assert leg.head is not None
+        if leg.head.status < 400:
+            self._legs.record_success(instance, DECODE)
+            return RequestOutcome.OK
+        self._legs.record_rejection(instance, DECODE)
+        return RequestOutcome.INVALID
 
     def _start_leg(self, connection: EngineConnection, instance: Instance) -> PassThroughLeg:
         timeout_s = self._settings.timeouts.first_byte_s
@@ -300,8 +359,14 @@ class PassThrough:
             self._downstream.release_body()
             if self._body is not None:
                 self._body.forget_prompt()
+            if self._journey is not None:
+                self._journey.first_byte(time.monotonic())
             if self._downstream.paused:
                 self.pause()
+        if head is not None and head.is_event_stream and self._journey is not None:
+            entry = self._journey.decode_entry
+            if entry is not None:
+                entry.add_tokens(data.count(b"\ndata:"))  # about one token each
         self._downstream.write(data)
 
     def _write_failure(self, failed: LegFailed) -> None:

@@ -40,6 +40,15 @@ def measure_prompt(request: Mapping[str, Any]) -> tuple[int, int]:
     return size, ids
 
 
+def measure_conversation(request: Mapping[str, Any]) -> int:
+    """Measure the texts of a request to `/v1/responses` or `/v1/messages`, in UTF-8 bytes."""
+    texts = sum(_measure_content(request.get(name)) for name in ("instructions", "system"))
+    given = request.get("input")
+    if not isinstance(given, list):
+        return texts + _measure_content(given) + _measure_messages(request.get("messages"))
+    return texts + _measure_messages(given)
+
+
 _UNMEASURED_FIELDS = frozenset(
     {
         *("tools", "functions", "documents", "chat_template", "chat_template_kwargs"),

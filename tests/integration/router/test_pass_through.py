@@ -85,6 +85,19 @@ async def test_a_stream_is_forwarded_event_by_event(client: aiohttp.ClientSessio
         assert (first + await response.read()).count(b"word") == 2
 
 
+async def test_the_output_of_a_stream_counts_as_tokens_of_its_decode_instance(
+    client: aiohttp.ClientSession,
+) -> None:
+    body = {"instructions": "x" * 40, "input": [{"content": [{"text": "y" * 40}]}], "stream": True}
+    async with run_router(*respond(stream_tokens_then(2, never_respond), "d1")) as world:
+        async with client.post(world.url("/v1/responses"), json=body) as response:
+            await response.content.readuntil(b"\n\n")
+            ledger = world.router.fleet["d1"].ledger
+            await wait_until(lambda: ledger.decode_tokens == 80 / 4 + 2, "prompt and output are counted")
+            assert ledger.local_prefills == 0
+        await wait_until(world.ledgers_are_empty, "nothing is in flight")
+
+
 async def test_a_client_cannot_set_reserved_fields(client: aiohttp.ClientSession) -> None:
     evil = {"remote_host": "evil"}
     sent = {

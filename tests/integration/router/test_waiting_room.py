@@ -61,6 +61,36 @@ async def test_a_request_waits_in_the_router_and_goes_to_the_instance_that_is_fr
         assert (len(room), world.ledgers_are_empty()) == (0, True)
 
 
+async def test_a_passed_through_request_that_generates_waits_for_decode_instances(
+    client: aiohttp.ClientSession,
+) -> None:
+    """Its prompt is computed there: it counts until its first byte, and the next one waits in the router."""
+    free = asyncio.Event()
+
+    async def answer_when_free(response: ResponseWriter) -> None:
+        await free.wait()
+        await response.json(200, {})
+
+    async def send(path: str) -> int:
+        async with client.post(world.url(path), json={"input": "word " * 100}) as response:
+            return response.status
+
+    d1 = FakeEngine("d1", decode=answer_when_free)
+    async with run_router(FakeEngine("p1"), d1, settings=SETTINGS) as world:
+        predict_long_prefills(world)
+        tasks = [asyncio.ensure_future(send("/v1/responses")) for _ in range(2)]
+        room, ledger = world.router.journeys.waiting_room, world.router.fleet["d1"].ledger
+        await wait_until(lambda: bool(d1.requests), "the first request is sent")
+        assert (len(room), len(d1.requests), ledger.local_prefills, ledger.prefill_tokens) == (1, 1, 1, 125)
+        free.set()
+        assert await asyncio.gather(*tasks) == [200, 200]
+        world.router.journeys.waiting_room = WaitingRoom(prefill_ahead_s=0.0, max_requests=0)
+        assert await send("/v1/messages") == 503
+        assert world.ledgers_are_empty()
+        passed_through = world.router.counters.passed_through
+        assert passed_through == {("/v1/responses", "ok"): 2, ("/v1/messages", "failed"): 1}
+
+
 async def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind(
     client: aiohttp.ClientSession,
 ) -> None:

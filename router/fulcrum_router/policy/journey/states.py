@@ -79,6 +79,8 @@ class LocalPrefillReason(StrEnum):
     """The engine truncates the prompt to what `max_tokens` leaves, which is not the same in both legs."""
     PROMPT_EMBEDS = "prompt_embeds"
     """The prompt has no tokens that a KV transfer could be counted by."""
+    PASSED_THROUGH = "passed_through"
+    """The API of the request has no KV transfer."""
     NO_PREFILL_INSTANCE = "no_prefill_instance"
     PREFILL_FAILED = "prefill_failed"
     KV_TRANSFER_BROKEN = "kv_transfer_broken"
@@ -108,5 +110,6 @@ _EXPECTED_REASONS = frozenset(
         LocalPrefillReason.PROMPT_LOGPROBS,
         LocalPrefillReason.TRUNCATED_PROMPT,
         LocalPrefillReason.PROMPT_EMBEDS,
+        LocalPrefillReason.PASSED_THROUGH,
     }
 )
