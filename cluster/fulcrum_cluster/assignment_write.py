@@ -23,7 +23,7 @@ from fulcrum_core.ports import Clock, Store
 from fulcrum_core.verdict import Verdict
 
 ProposeChange = Callable[[PDAssignment], Awaitable[PDAssignmentSpec | None]]
-"""From the current assignment to the desired one; None if nothing is to be written."""
+"""Returns the desired spec for the current assignment; None if nothing is to be written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

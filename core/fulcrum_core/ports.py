@@ -186,13 +186,13 @@ class EngineObservation:
     since_s: float | None = None
     """Time at which the engine entered this state, in unix seconds; None if not known."""
     terminating: bool = False
-    """Its deletion was requested, by the operator or another client. RUNNING while it still responds."""
+    """Whether somebody requested the engine's deletion. The state stays RUNNING while the engine responds."""
     lacks_room: bool = False
     """STARTING, but no node has room for it, or a quota is used up: another engine would have to end."""
     node: str = ""
     """Node that the engine runs on; empty if there is none yet, or the runtime has no nodes."""
     node_departure: NodeDeparture | None = None
-    """Its node is about to be drained or deleted; None for a node that stays."""
+    """How the engine's node is about to leave the cluster; None for a node that stays."""
     node_lost: bool = False
     """LOST because the node does not report. A caller that reaches the engine itself overrides this."""
 

@@ -92,9 +92,9 @@ class TierCounters:
         """Requests with outcome `ok` that met the TTFT and TPOT objectives."""
         self.requests_by_outcome = dict.fromkeys(RequestOutcome, 0)
         self.ttft = Histogram(TTFT_BUCKETS_S)
-        """Of streams."""
+        """Counts streams only."""
         self.tpot = Histogram(TPOT_BUCKETS_S)
-        """Of streams."""
+        """Counts streams only."""
         self.response = Histogram(RESPONSE_BUCKETS_S)
         """Durations of whole responses, from the arrival of their requests."""
         self.waiting = Histogram(WAIT_BUCKETS_S)
@@ -139,7 +139,7 @@ class Counters:
         self.unknown_tiers = 0
         """Requests that named a tier that the service does not have; they got another one."""
         self.dropped_headers: defaultdict[str, int] = defaultdict(int)
-        """By header: those that name tenant or tier, and had no effect, as their sender is not trusted."""
+        """Headers for tenant or tier without effect, because their sender is not trusted; by name."""
         self.refused_callers: defaultdict[str, int] = defaultdict(int)
         """Requests without a valid API key, by reason: missing or unknown."""
         self.task_failures: dict[str, int] = {}

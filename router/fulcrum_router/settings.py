@@ -35,11 +35,11 @@ class Timeouts:
     """Time-outs of requests to engines, in seconds. A copy of `TimeoutsSpec` that is fast to read."""
 
     connect_s: float
-    """Until the TCP connection is established."""
+    """Longest time until the TCP connection is established."""
     prefill_s: float
-    """Until the response of a prefill leg."""
+    """Longest time until the response of a prefill leg."""
     first_byte_s: float
-    """Until the first byte of the response of a decode leg."""
+    """Longest time until the first byte of the response of a decode leg."""
     idle_s: float
     """Between two reads of the response of a decode leg."""
 
@@ -76,7 +76,7 @@ class ServiceSettings:
     """Tiers by name, as far as the service lists them and they exist."""
     tiers_by_tenant: Mapping[str, Tier] = field(default_factory=dict)
     tiers_by_key: Mapping[str, Tier] = field(default_factory=dict)
-    """By TENANT/NAME of the API key."""
+    """Tier of an API key, by TENANT/NAME of the key."""
     access: AccessSettings | None = None
     """None: anybody may send requests, and name tenant and tier."""
     autoscaling_mode: AutoscalingMode = AutoscalingMode.OFF

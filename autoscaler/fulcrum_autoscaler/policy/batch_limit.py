@@ -34,7 +34,7 @@ class BatchLimit:
 
     requests: float = math.inf
     steady: tuple[tuple[str, SteadyBatch], ...] = ()
-    """By instance."""
+    """Steady batch of each instance, by name."""
 
     def observe(self, decode: Iterable[InstanceState]) -> "BatchLimit":
         """Return the limit after these states. It is constant: the highest number counts."""
@@ -65,4 +65,4 @@ def _follow(before: SteadyBatch | None, state: InstanceState) -> SteadyBatch | N
 
 
 UNKNOWN_LIMIT = BatchLimit()
-"""Before the first probe."""
+"""The limit before any full batch was seen."""

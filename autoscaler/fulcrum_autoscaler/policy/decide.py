@@ -16,9 +16,9 @@ class PolicyState:
     """What the policies pass from decision to decision. A restart loses it, which costs a few ticks."""
 
     monitor: MonitorState = field(default_factory=MonitorState)
-    """Of the policy arrow."""
+    """State of the policy arrow."""
     balance: BalanceState = field(default_factory=BalanceState)
-    """Of the policy balanced."""
+    """State of the policy balanced."""
 
 
 def decide_on_tick(

@@ -36,7 +36,7 @@ class Need:
     tokens: float
     """KV tokens of the requests that decode."""
     reserved_tokens: float
-    """Those of prompts that are computed or wait for it."""
+    """KV tokens of prompts that are being computed or wait for prefill."""
     legs: float
     max_tokens: float
     """MT: KV tokens of one instance whose step takes the TPOT objective."""

@@ -1,4 +1,7 @@
-"""Runs one session on a running service: sends the load, forces flips, kills engines, handles keys."""
+"""One session of `fulcrum play`: send the load, force flips, kill engines, handle keys, build the frames.
+
+The command `play` starts the service, `observer` watches it.
+"""
 
 import asyncio
 import itertools
@@ -82,7 +85,9 @@ class Session:
         self._start_load(self._options.load)
         if self._options.kill_every_s:
             self._start_task(
-                kill_engines_in_turn(self._observer, self._kill, every_s=self._options.kill_every_s)
+                kill_engines_in_turn(
+                    self._observer, self._kill_with_notice, every_s=self._options.kill_every_s
+                )
             )
         if self._options.flips:
             self._start_task(self._force_flips())
@@ -100,7 +105,7 @@ class Session:
         """Execute the command of a key."""
         names = list(self._observer.instances)
         if key in (Key.MOVING, Key.STEADY, Key.BURSTY):
-            self._change_load(key.value)
+            self._change_load_by_key(key.value)
         elif key is Key.QUIT:
             self.quit()
         elif names:
@@ -209,7 +214,7 @@ class Session:
         if recording is not None:
             self._sending_task.add_done_callback(lambda _task: self._load_ended.set())
 
-    def _change_load(self, shape: str) -> None:
+    def _change_load_by_key(self, shape: str) -> None:
         try:
             self.change_load(shape)
         except InvalidInput as error:
@@ -237,7 +242,7 @@ class Session:
             case Key.FLIP:
                 self._start_task(self._flip(names[self._selected]))
             case Key.KILL:
-                self._kill(names[self._selected])
+                self._kill_with_notice(names[self._selected])
 
     async def _force_flips(self) -> None:
         try:
@@ -266,7 +271,7 @@ class Session:
         except FulcrumError as error:
             self._show_notice(str(error))
 
-    def _kill(self, instance: str) -> None:
+    def _kill_with_notice(self, instance: str) -> None:
         try:
             self._service_handle.kill(instance)
         except KeyError:

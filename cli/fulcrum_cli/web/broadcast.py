@@ -18,7 +18,7 @@ QUEUE_MAX = 2
 
 
 class TooManyPages(FulcrumError):
-    """As many pages are open as may be."""
+    """The limit of open pages is reached."""
 
 
 class PageQueue:

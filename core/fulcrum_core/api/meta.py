@@ -80,7 +80,7 @@ def format_duration(seconds: float) -> str:
 
 
 def _format_number(number: float) -> str:
-    """To the nearest millionth, never with an exponent."""
+    """Format a number to the nearest millionth, never with an exponent."""
     return f"{number:.6f}".rstrip("0").rstrip(".")
 
 

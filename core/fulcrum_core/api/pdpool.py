@@ -1,4 +1,7 @@
-"""PDPool: interchangeable instances, made by the operator from a pool of a PDService."""
+"""PDPool: interchangeable instances, made by the operator from a pool of a PDService.
+
+Its spec contains the launch spec, from which the revision of the instances is computed.
+"""
 
 import hashlib
 import json

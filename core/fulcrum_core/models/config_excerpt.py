@@ -42,7 +42,7 @@ def excerpt_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _excerpt_quantization(quantization_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the names of the layers that it leaves out, of which there may be hundreds."""
+    """Keep the quantization settings without their list of unquantized layers, which may be hundreds long."""
     kept = {
         key: quantization_config[key]
         for key in _QUANTIZATION_KEYS

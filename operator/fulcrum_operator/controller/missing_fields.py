@@ -29,7 +29,7 @@ class MissingFields:
 
     def __init__(self) -> None:
         self._paths: dict[type[Resource], dict[Path, bool]] = {}
-        """By kind: paths, and whether to leave them out now; otherwise they are tried once more."""
+        """Missing fields of each kind by path. True: leave the field out; False: try to write it again."""
 
     def note(self, kind: type[Resource], error: InvalidInput) -> bool:
         """Remember the field that a refusal names; False if the refusal has another reason."""

@@ -145,7 +145,7 @@ def _build_phase_times(found: Iterable[_ServiceInstances], *, now_s: float) -> M
 
 
 def _find_longest_s(instances: Iterable[PDInstance], phase: Phase, now_s: float) -> float:
-    """For how long the instance that has been in the phase for longest has been in it."""
+    """Longest time that one of the instances has been in the phase; 0 if none is."""
     since_s = [instance.status.phase_since for instance in instances if _is_in(instance, phase)]
     times_s = (now_s - start_s for start_s in since_s if start_s is not None)
     return max(0.0, max(times_s, default=0.0))

@@ -116,7 +116,7 @@ def _child(service: PDService, api_version: str, kind: str, suffix: str, **field
 
 
 def _service_account(service: PDService, suffix: str) -> dict[str, Any]:
-    """Without a token: only pods that request one get it."""
+    """Build the ServiceAccount; no token is mounted by default, only into pods that request one."""
     return _child(service, "v1", "ServiceAccount", suffix, automountServiceAccountToken=False)
 
 
@@ -153,7 +153,7 @@ def _lease(service: PDService) -> dict[str, Any]:
 
 
 def _service(service: PDService, *, serves_tls: bool) -> dict[str, Any]:
-    """Without a selector: only the active router gets traffic, not every ready one.
+    """Build the Service, without a selector: only the active router gets traffic, not every ready one.
 
     The port's name is the same with TLS, because the EndpointSlice names its ports by it.
     """
@@ -167,7 +167,7 @@ def _service(service: PDService, *, serves_tls: bool) -> dict[str, Any]:
 
 
 def _endpoint_slice(service: PDService) -> dict[str, Any]:
-    """Its ports have the names of the Service's ports, by which kube-proxy matches them.
+    """Build the EndpointSlice. Its ports are named as those of the Service, by which kube-proxy matches them.
 
     The family of its addresses is that of the Service; it is replaced when the slice is created.
     """

@@ -39,7 +39,7 @@ class AssignmentPlan:
     spec: PDAssignmentSpec
     leaving: frozenset[str]
     blocked_removals: Mapping[str, str]
-    """By pool: why fewer instances are removed than planned."""
+    """Why a pool removes fewer instances than planned, by the name of the pool."""
 
 
 def plan_first_split(

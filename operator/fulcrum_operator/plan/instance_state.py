@@ -167,5 +167,5 @@ def revision_of(instance: PDInstance) -> str:
 
 
 def members_of(instances: Iterable[PDInstance], pool: str) -> tuple[PDInstance, ...]:
-    """Those of the instances that belong to the pool, by their number."""
+    """The instances that belong to the pool, in the order of their numbers."""
     return sort_instances(i for i in instances if i.spec.pool == pool)

@@ -20,7 +20,7 @@ class Ownership(Enum):
 
     OURS = "ours"
     ORPHANED = "orphaned"
-    """It has no controller and was made for a service of this name."""
+    """The object has no controller, but was made for a service of this name."""
     FOREIGN = "foreign"
 
 

@@ -63,9 +63,9 @@ def _desired_pool(
 ) -> PDPool:
     name = pool_name(service.metadata.name, pool.name)
     before = known.get(name)
-    start = LaunchSpec.model_construct(**_start_fields(service, pool))
+    launch = LaunchSpec.model_construct(**_launch_fields(service, pool))
     spec = PDPoolSpec.model_construct(
-        **{**dict(start), "default_image": _default_image(start, before, images)},
+        **{**dict(launch), "default_image": _default_image(launch, before, images)},
         service=service.metadata.name,
         role=pool.role,
         replicas=_replicas(service, pool, before),
@@ -82,8 +82,8 @@ def _desired_pool(
     return PDPool(metadata=meta, spec=spec)
 
 
-def _start_fields(service: PDService, pool: PoolSpec) -> dict[str, Any]:
-    """Launch fields of the pool's instances: those of the pool, else those of the service."""
+def _launch_fields(service: PDService, pool: PoolSpec) -> dict[str, Any]:
+    """Fields of the pool's launch spec except the default image: those of the pool, else of the service."""
     values = {
         name: next(getattr(spec, name) for spec in (pool, service.spec) if hasattr(spec, name))
         for name in LaunchSpec.model_fields
@@ -96,18 +96,19 @@ def _start_fields(service: PDService, pool: PoolSpec) -> dict[str, Any]:
     return {**values, "role_fixed_at_start": fixed or service.spec.autoscaling.flip.strategy == "Restart"}
 
 
-def _default_image(start: LaunchSpec, before: PDPool | None, images: EngineImages | None) -> str | None:
-    """Image of an engine whose manifest names none: that of the pool, or the default for a new launch spec.
+def _default_image(launch: LaunchSpec, before: PDPool | None, images: EngineImages | None) -> str | None:
+    """Image of engines whose manifest names none; None if it names one, or if engines have no image.
 
-    A pool from before this field has none and gets none: its pods' images follow the operator's defaults.
+    While the rest of the launch spec does not change, the pool keeps its image. A pool from before this field
+    keeps none, so that its pods' images follow the operator's defaults.
     """
-    if start.engine.image is not None or images is None:
+    if launch.engine.image is not None or images is None:
         return None
     if before is not None:
         known = before.spec.launch_spec
-        if known.model_copy(update={"default_image": None}).launch_revision == start.launch_revision:
+        if known.model_copy(update={"default_image": None}).launch_revision == launch.launch_revision:
             return known.default_image
-    return images.default_for(start)
+    return images.default_for(launch)
 
 
 def _replicas(service: PDService, pool: PoolSpec, before: PDPool | None) -> int:

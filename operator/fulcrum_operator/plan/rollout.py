@@ -100,7 +100,7 @@ class PoolView:
         return self.creation_overdue and self.count_to_create(surge=0) > 0
 
     def off_departing_nodes(self, members: tuple[PDInstance, ...]) -> tuple[PDInstance, ...]:
-        """Those of `members` whose nodes stay."""
+        """The members whose nodes are not about to be drained or deleted."""
         moving = {instance.metadata.name for instance in self.departing}
         return tuple(member for member in members if member.metadata.name not in moving)
 

@@ -237,7 +237,7 @@ def _assignable_instance(instance: PDInstance, rules: AssignmentRules) -> Assign
 
 
 def _show_failed_until_s(observed: Observed, views: tuple[PoolView, ...]) -> dict[str, float]:
-    """By pool: until when its lost instances are shown as Failed; now if enough of its instances serve."""
+    """Time until which lost instances are shown as Failed, by pool; now if enough of the pool serve."""
     return {view.name: observed.now_s if view.enough_serving else math.inf for view in views}
 
 

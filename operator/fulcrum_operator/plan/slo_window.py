@@ -40,7 +40,7 @@ _REASONS = {
 }
 """Reason of the condition by the router's name of the latency part."""
 MIN_REQUESTS = 20
-"""With fewer requests no attainment is reported: one miss would be more than 5 %."""
+"""Fewest requests for which an attainment is reported: of fewer, one miss would be more than 5 %."""
 
 
 class SloCounts(NamedTuple):

@@ -38,7 +38,7 @@ class KeyTable(NamedTuple):
     """The keys of all tenants."""
 
     keys: Mapping[bytes, ApiKey]
-    """By digest."""
+    """Keys by the digest of the key's text."""
     problems: tuple[str, ...]
     """Why lines or keys have no effect, for people; without any part of a key."""
 

@@ -30,7 +30,7 @@ class Caller(NamedTuple):
     tenant: str = ""
     """Empty: not known."""
     header_lines: bytes = b""
-    """Of the response: that a header had no effect."""
+    """Header lines of the response which say that a header of the request had no effect."""
 
 
 class CallerRefused(Exception):
@@ -49,7 +49,7 @@ class CallerRules:
         self._counters = counters
         self._access: AccessSettings | None = None
         self._is_trusted: dict[str, bool] = {}
-        """By address, for the networks of `_access`."""
+        """Whether an address is in a trusted network, by address; a cache for the rules in `_access`."""
 
     def identify(self, settings: ServiceSettings, headers: Mapping[bytes, bytes], peer: str) -> Caller:
         """Find the caller of a request with these headers from the address `peer`.

@@ -71,7 +71,7 @@ def _render_slices(family: Metric) -> Iterator[bytes]:
 
 
 def _render_sample(sample: Sample) -> str:
-    """As the library does, in a third of its time: our names and labels need no check and no escaping."""
+    """Render a line as the library does, in a third of its time: our names need no check and no escaping."""
     value: str = floatToGoString(sample.value)  # type: ignore[no-untyped-call]  # the library has no types here
     labels = sample.labels
     if not labels:

@@ -58,9 +58,9 @@ class ResponseState(Enum):
     BUFFERING = "buffering"
     """Nothing was sent to the client: another instance can take over."""
     CHECKING = "checking"
-    """As before, and the response is withheld until the lease check ends."""
+    """The response is withheld until the lease check ends."""
     CHECKED = "checked"
-    """As before, and the KV was found to be valid."""
+    """The lease check found the KV to be valid; nothing of the response was forwarded yet."""
     SENDING = "sending"
     """The client has the first byte."""
 
@@ -496,4 +496,4 @@ def _is_whole_json(parts: list[bytes]) -> bool:
 
 
 _NO_CHUNKS = ChunkBuffer()
-"""Of responses that are no stream: nothing is ever put into it."""
+"""Buffer of a response that is not a stream: it always stays empty."""

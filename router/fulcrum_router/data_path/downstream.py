@@ -30,17 +30,17 @@ MAX_REFUSED_CONNECTIONS = 64
 CROWDED_SHARE = 0.75
 """Share of the greatest number of connections above which `CROWDED_TIMEOUT_S` applies."""
 CROWDED_TIMEOUT_S = 5.0
-"""For a request, and between two, while very many connections are open, perhaps to keep others out."""
+"""Replaces the two next time-outs while very many connections are open, perhaps an attack."""
 MIN_CHECKED_AT_ONCE = 128
 REQUEST_TIMEOUT_S = 60.0
-"""From the first to the last byte of a request."""
+"""Longest time from the first to the last byte of a request."""
 IDLE_TIMEOUT_S = 75.0
-"""Between two requests."""
+"""Longest time between two requests of a connection."""
 LINGER_S = 1.0
-"""After a rejection, until the client closes; on a connection over the limit, until its first byte."""
+"""Longest wait after a rejection until the client closes, or, over the limit, for the first byte."""
 STALLED_CLIENT_TIMEOUT_S = 30.0
-"""While the client does not read its response. Shorter than the default `idle` time-out of an engine, so that
-a stalled client is never taken for a silent engine."""
+"""Longest time in which the client does not read its response. Shorter than the default `idle` time-out of an
+engine, so that a stalled client is never taken for a silent engine."""
 
 _COMPLETION_PATHS = frozenset({b"/v1/completions", b"/v1/chat/completions"})
 _MAX_REQUEST_ID_BYTES = 200

@@ -54,7 +54,7 @@ class Exchange:
         self._leg: Leg | None = None
         """The leg that was sent last."""
         self._paused_at_s = self._unread_s = 0.0
-        """Since when the client reads too slowly, and for how long it has since the first byte."""
+        """Time since which the client reads too slowly, and the sum of such times since the first byte."""
         self._inline_task = InlineTask(self._run())
 
     def start(self) -> None:

@@ -60,7 +60,7 @@ class TlsAcceptor:
         self._tasks: dict[asyncio.Task[None], socket.socket] = {}
         """Handshakes, the oldest first."""
         self._sources: dict[asyncio.Task[None], Source] = {}
-        """Likewise."""
+        """Address from which the connection of a handshake came, the oldest first."""
         self._failures = {} if failures is None else failures
         self._aborted = set[asyncio.Task[None]]()
 

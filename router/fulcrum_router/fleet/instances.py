@@ -23,7 +23,7 @@ from fulcrum_router.policy.learning import LearningInstance
 from fulcrum_router.policy.outliers import may_eject
 
 SIMULATED_HEADER = b"x-fulcrum-simulated: true\r\n"
-"""On every response of a simulated engine: its text is made up."""
+"""Header line on every response of a simulated engine, whose text is made up."""
 UNRESPONSIVE_STREAM_TIMEOUT_S = 10.0
 """Longest silence of a stream from an unresponsive instance, in seconds; then the stream fails."""
 

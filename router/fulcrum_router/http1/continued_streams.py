@@ -108,7 +108,7 @@ class DeliveredOutput:
         self._ids: list[bytes] = []
         """Token ids with commas between them."""
         self.id, self.created = "", 0
-        """Of all events."""
+        """Id and creation time that all events of the stream have in common."""
         self.tokens = 0
         """Events with output, each one token; the number of ids if the engine returns these."""
         self.kept_bytes = 0

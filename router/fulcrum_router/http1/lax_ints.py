@@ -8,7 +8,7 @@ import re
 _WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
     map(chr, range(0x2000, 0x200B))
 )
-"""As Rust's `trim` knows it; Python's `strip` removes four separators more."""
+"""White space that Rust's `trim` removes; Python's `strip` removes four separators more."""
 _DIGITS = re.compile(r"\d+(?:_\d+)*", re.ASCII)
 _MAX_FLOAT = 2.0**63
 _MAX_DIGITS = 18

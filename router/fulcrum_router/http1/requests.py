@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import httptools
 
 MAX_HEAD_BYTES = 32_768
-"""Also the limit of trailers, and of a chunk's extensions."""
+"""Longest request head; also the limit of trailers, and of a chunk's extensions."""
 MAX_BODY_BYTES = 8 * 1024 * 1024
 """Checking and parsing more would keep all other clients waiting for more than 20 ms."""
 MAX_PARTS = 1_024
@@ -75,7 +75,7 @@ class Request:
 
     method: bytes
     path: bytes
-    """Without the query."""
+    """Path of the request target, without the query."""
     headers: dict[bytes, bytes]
     """Header lines, names in lower case; of repeated ones the last."""
     body: bytes

@@ -67,11 +67,11 @@ def build_error_response(
     return build_response(status, body, header_lines=header_lines, close=close, head_only=head_only)
 
 
-def frame_broken_stream_event(message: str) -> bytes:
-    """Build that event as a chunk."""
-    return frame_chunk(build_broken_stream_event(message))
-
-
 def build_broken_stream_event(message: str) -> bytes:
     """Build the last event of a broken stream: an error; no `[DONE]` follows."""
     return b"data: %b\n\n" % build_error_body(502, message)
+
+
+def frame_broken_stream_event(message: str) -> bytes:
+    """Build the last event of a broken stream as an HTTP chunk."""
+    return frame_chunk(build_broken_stream_event(message))

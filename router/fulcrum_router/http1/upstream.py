@@ -111,7 +111,7 @@ class EngineConnection:
         self._scanner: ChunkScanner | None = None
         self._received_data = False
         self._paused_at_s: float | None = None
-        """Since when nothing is read, because the client is slower than the engine."""
+        """Time since which nothing is read, as the client is slower than the engine; None: it is read."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -375,7 +375,7 @@ class ConnectionPool:
         return await run_in_asyncio_task(self.connect(timeout_s), discard=EngineConnection.abort)
 
     async def connect(self, timeout_s: float) -> EngineConnection:
-        """As `open`, for callers in an asyncio task.
+        """Open a connection as `open` does, for callers in an asyncio task.
 
         If the task is cancelled just after connecting, the connection stays open.
         """

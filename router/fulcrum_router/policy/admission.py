@@ -41,7 +41,7 @@ class RefusalReason(StrEnum):
     """Why a request is refused: metric label and `x-fulcrum-refused` header."""
 
     PREFILL_FULL = "prefill_full"
-    """Its first token would be late."""
+    """The first token of the request would be late."""
     DECODE_FULL = "decode_full"
     """Decode would have no room for it when its prompt is computed."""
 
@@ -69,7 +69,7 @@ class Forecast(NamedTuple):
     """What a request would meet if it was admitted now."""
 
     ttft_s: float
-    """From its arrival to its first token."""
+    """Time from the arrival of the request to its first token."""
     alone_s: float
     """The same on idle instances, without the time since its arrival."""
     decode_load: float
@@ -106,9 +106,9 @@ class Admission:
     def __init__(self) -> None:
         self.mode = AdmissionMode.OFF
         self.tiers: Mapping[str, TierAdmission] = {}
-        """By name; others have `DEFAULT_TIER_ADMISSION`."""
+        """Settings of a tier by its name; other tiers have `DEFAULT_TIER_ADMISSION`."""
         self.counts: dict[tuple[AdmissionMode, str], TierDecisions] = {}
-        """By mode and tier; in mode Advise they are what would have been done."""
+        """Decisions by mode and tier; in mode Advise, decisions that were counted but not carried out."""
 
     def find_tier(self, name: str) -> TierAdmission:
         """How requests of this tier are admitted."""

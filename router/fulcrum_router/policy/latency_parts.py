@@ -16,22 +16,22 @@ class LatencyPart(StrEnum):
     """Where the time of a request goes, in the order of its journey."""
 
     ADMISSION = "admission"
-    """In the router until it refused the request."""
+    """Time in the router until it refused the request."""
     WAITING = "waiting"
-    """In the router until the first leg is sent: in the waiting room, or for a flip."""
+    """Time in the router until the first leg is sent: in the waiting room, or waiting for a flip."""
     RETRIES = "retries"
-    """In legs that failed, and between legs."""
+    """Time in legs that failed, and between legs."""
     PREFILL_QUEUE = "prefill_queue"
-    """In the engine that computes the prompt, behind the prompts of others."""
+    """Time in the engine that computes the prompt, behind the prompts of other requests."""
     PREFILL = "prefill"
     TRANSFER = "transfer"
-    """Until decode has the KV: as expected of the pair, and more while the engine reports that it fetches."""
+    """Time until decode has the KV: that expected of the pair, or more while the engine reports fetches."""
     DECODE_QUEUE = "decode_queue"
     """The rest of the time until the first token: the queue of the decode instance, and its first step."""
     DECODE = "decode"
-    """From the first token to the last one."""
+    """Time from the first token to the last one."""
     SLOW_CLIENT = "slow_client"
-    """After the first token, while the client reads too slowly."""
+    """Time after the first token in which the client reads too slowly."""
 
     __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call
 
@@ -85,9 +85,9 @@ class RequestTimes:
     def __init__(self, arrival_s: float) -> None:
         self.arrival_s = arrival_s
         self.first_leg_s = self.prefill_sent_s = self.prefill_ended_s = self.decode_sent_s = 0.0
-        """Of the first leg, of the last prefill leg, and of the last decode leg."""
+        """Times of the first leg, of the last prefill leg (sent, ended), and of the last decode leg."""
         self.compute_s: float | None = None
-        """For how long the prompt was computed; None: for the whole leg."""
+        """Time for which the prompt was computed; None: the whole prefill leg."""
         self.transfer_s = 0.0
         """Expected duration of the KV transfer of the decode leg."""
         self.is_local = False

@@ -66,7 +66,7 @@ class Ledger:
         self.pending_transfers = 0
         self.reserved_tokens = 0
         self._prefills: OrderedDict[PrefillEntry, None] = OrderedDict()
-        """In the order of arrival."""
+        """Prompts in flight, in the order of arrival."""
         self._oldest: PrefillEntry | None = None
         """First of `_prefills`, which dispatch reads for every request."""
         self._oldest_since_s = 0.0

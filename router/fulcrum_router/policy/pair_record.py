@@ -23,7 +23,7 @@ MIN_TIMED_TOKENS = 256
 PROBLEM_AFTER_MISSES = 2
 """Misses in a row after which a pair has a problem. A single one may mean that an instance just died."""
 _SLOW_FACTOR = 3.0
-"""Without a declared fabric, a transfer is slow above this multiple of the time to compute the prompt."""
+"""A transfer is slow above this multiple of the time to compute the prompt, if no fabric is declared."""
 _SLOW_AFTER_TRANSFERS = 3
 """Slow transfers in a row after which a pair is slow."""
 _ENGINE_OVERHEAD_S, _ENGINE_OVERHEAD_STEPS = 0.1, 3
@@ -207,7 +207,7 @@ class SourcePairs(NamedTuple):
     """The pairs of one prefill instance, with the durations of the whole service that theirs compare with."""
 
     by_decode: Mapping[str, TransferPair]
-    """By decode instance. A pair without a record has never transferred: it is cold."""
+    """Pairs of the source by decode instance. A pair without a record has never transferred: it is cold."""
     cold_s: float
     """Expected duration of a handshake in seconds."""
     usual_lag_s_per_1k_tokens: float

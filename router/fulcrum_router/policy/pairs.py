@@ -42,7 +42,7 @@ class TransferPairs:
 
     def __init__(self) -> None:
         self._by_source: dict[str, dict[str, TransferPair]] = {}
-        """By prefill instance, then by decode instance; the least recently used pair of a source first."""
+        """Pairs by prefill, then by decode instance; the least recently used pair of a source is first."""
         self._cold_s, self._least_lag_s_per_1k_tokens = DEFAULT_HANDSHAKE_S, 0.0
         self.prefill_delays: Mapping[str, TransferDelay] = {}
         """Least time of a KV transfer from each prefill instance to any decode instance. Prefill instances

@@ -30,17 +30,17 @@ class PredictedTtft(NamedTuple):
 
     @property
     def prefill_leg_s(self) -> float:
-        """From sending the prefill leg to its response."""
+        """Predicted time from sending the prefill leg to its response."""
         return self.queue_s + self.prefill_s
 
     @property
     def decode_leg_s(self) -> float:
-        """From sending the decode leg to its first token."""
+        """Predicted time from sending the decode leg to its first token."""
         return self.transfer_s + self.decode_s
 
     @property
     def total_s(self) -> float:
-        """From the request's arrival to the first token."""
+        """Predicted time from the request's arrival to the first token."""
         return self.elapsed_s + self.prefill_leg_s + self.decode_leg_s
 
 

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 
 INPUT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
-"""Of a token; the paper's."""
+"""Weights of a prompt token and of an output token, as in the paper."""
 MAX_IDLE_TENANTS = 4_096
 """Tenants that do not wait and are remembered; of more, those not served for longest are forgotten."""
 
@@ -26,7 +26,7 @@ class TokenCounters:
 
     def __init__(self) -> None:
         self._counters: OrderedDict[str, float] = OrderedDict()
-        """In the order of their last service."""
+        """Counters by tenant, in the order in which the tenants were last served."""
         self._last = 0.0
         """Counter of the tenant that was served last."""
 

@@ -35,7 +35,7 @@ MAX_HOLD_S = 5.0
 
 
 class LeaveResult(Enum):
-    """What came of a request's try to leave the room."""
+    """Result of a request's attempt to leave the room."""
 
     LEFT = "left"
     """An instance took the request."""
@@ -60,11 +60,11 @@ class Waiter(Protocol):
 
     @property
     def priority(self) -> int:
-        """Of its tier; higher is more important."""
+        """Priority of the request's tier; higher is more important."""
 
     @property
     def tenant(self) -> str:
-        """Who sent it; empty: not known."""
+        """Tenant that sent the request; empty: not known."""
 
     def try_to_leave(self, now_s: float, *, late: bool, held_for_long: bool) -> LeaveResult:
         """Call `leave` if an instance can take the request now.
@@ -115,9 +115,9 @@ class Line:
         self.tenant = tenant
         self.count = 0
         self._in_time: _Heap = []
-        """By deadline. May hold requests that have left; they are dropped when they come to the top."""
+        """Requests in time by deadline. Requests that have left are dropped when they come to the top."""
         self._late: _Heap = []
-        """By arrival, likewise."""
+        """Late requests by arrival. Requests that have left are dropped when they come to the top."""
         self._late_turn = 0
         """Requests that have left since the last late one."""
         self.held_since_s: float | None = None
@@ -173,7 +173,7 @@ class Level:
         self.priority = priority
         self.counters = TokenCounters()
         self.lines: dict[str, Line] = {}
-        """Of the tenants that wait."""
+        """Lines of the tenants that have waiting requests."""
         self.due_at_s = 0.0
         """Prefill work that has left the room, at which this level may go before higher ones."""
         self.in_time_prefill_s = 0.0

@@ -58,12 +58,12 @@ class WaitingRoom:
         self._max_requests = max_requests
         self._levels: dict[int, Level] = {}
         self._levels_in_order: list[Level] = []
-        """By descending priority."""
+        """All levels, by descending priority."""
         self._departed_s = 0.0
         """Prefill work of all requests that have left for an instance, in seconds."""
         self.members: dict[Waiter, WaitingRequest] = {}
         self.open_charges: dict[Charge, None] = {}
-        """Of requests in flight."""
+        """Charges of the requests in flight."""
         self._next_number = 0
         self._is_busy = self._again = False
         self.prefill_s = 0.0
@@ -271,7 +271,7 @@ class Charge:
         self._level, self._tenant = level, tenant
         self._charged = output_tokens
         self._output = 0
-        """Of decode legs that have ended."""
+        """Output tokens of decode legs that have ended."""
         self._entry: DecodeEntry | None = None
 
     def follow(self, entry: DecodeEntry) -> None:

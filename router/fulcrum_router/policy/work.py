@@ -29,7 +29,7 @@ class Work(NamedTuple):
     tier: str = ""
     """Name of the QoS tier."""
     priority: int = 0
-    """Of the tier; higher is more important."""
+    """Priority of the tier; higher is more important."""
     tenant: str = ""
     """Tenant that sent the request; empty: unknown."""
     choices: int = 1

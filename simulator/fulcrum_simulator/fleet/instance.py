@@ -171,7 +171,7 @@ class SimulatedInstance:
     # Steps
 
     def _interrupt(self) -> None:
-        """Before a call that changes the engine's work: let the step under way be the last one planned."""
+        """Let the step under way be the last one planned; called before a change of the engine's work."""
         if self.engine.busy:
             self.advance()
             if self.steps.truncate():

@@ -45,7 +45,7 @@ class RoutedInstance(LearningInstance):
         self.kv_usage: float | None = None
         self.engine_requests: int | None = None
         self.engine_waiting: int | None = None
-        """As of the last probe, at `engine_read_at_s`."""
+        """Requests that waited in the engine at the last probe, at `engine_read_at_s`."""
         self.engine_read_at_s = 0.0
 
     def probe(self, now_s: float) -> None:

@@ -36,7 +36,7 @@ from fulcrum_simulator.routing import Outcome, SimulatedJourneys, SimulatedLeg, 
 CANARY_INTERVAL_S = 10.0
 """Between two looks for pairs that are due; the shipped router looks every second and sends two at a time."""
 TIMEOUTS = TimeoutsSpec()
-"""Those of a PDService with default settings."""
+"""Time-outs of a PDService with default settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

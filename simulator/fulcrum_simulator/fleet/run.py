@@ -94,7 +94,7 @@ class _Simulation:
         self._events = EventQueue()
         self._records: list[RequestResult] = []
         self._unfinished: dict[int, RequestResult] = {}
-        """By number, in the order of arrival."""
+        """Requests in flight by number, in the order of arrival."""
         first_s, last_s = workload[0].arrival_s, workload[-1].arrival_s
         self._first_scored_s = first_s + options.unscored_share * (last_s - first_s)
         scored = sum(request.arrival_s >= self._first_scored_s for request in workload)

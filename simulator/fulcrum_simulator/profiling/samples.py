@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PrefillMeasurement:
-    """From sending a prompt of `tokens` to an idle engine to its first token."""
+    """Time from sending a prompt of `tokens` to an idle engine to its first token."""
 
     tokens: int
     seconds: float
@@ -30,7 +30,7 @@ class MixedMeasurement:
 
 @dataclass(frozen=True, slots=True)
 class TransferMeasurement:
-    """From sending a decode leg whose KV of `tokens` is on another engine to its first token."""
+    """Time from sending a decode leg whose KV of `tokens` is on another engine to its first token."""
 
     tokens: int
     seconds: float

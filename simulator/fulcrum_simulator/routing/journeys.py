@@ -34,11 +34,11 @@ class Outcome(Enum):
 
     OK = "ok"
     FAILED = "failed"
-    """Before the first token."""
+    """The request failed before its first token."""
     BROKEN = "broken"
-    """After the first token."""
+    """The request failed after its first token."""
     REFUSED = "refused"
-    """By admission: it would have missed its objectives."""
+    """Admission refused the request, because it would have missed its objectives."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ def _blend(
 
 
 def _triangle(period_s: float) -> Share:
-    """From 1 to 0 and back, in a straight line."""
+    """A wave from 1 to 0 and back, in straight lines."""
     return lambda at_s: abs(1.0 - 2.0 * ((at_s / period_s) % 1.0))
 
 
@@ -116,4 +116,4 @@ COMPOSED: Mapping[str, Callable[[float, int], list[WorkloadRequest]]] = MappingP
         "code-chat-stationary": _blend(*_CODE_AND_CHAT, lambda _at_s: 0.5, duration_s=900.0),
     }
 )
-"""By name: from a factor of the rate and a seed to requests in the order of arrival."""
+"""Generators by the name of the workload: a factor of the rate and a seed give requests by arrival."""

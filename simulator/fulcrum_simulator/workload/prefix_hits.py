@@ -1,4 +1,4 @@
-"""What an endless prefix cache would save of a recorded workload, by the block ids of its prompts."""
+"""Take out of a recorded workload the prompt tokens that an unlimited prefix cache would save."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -23,7 +23,7 @@ class WorkloadRequest:
     tenant: str | None = None
     tier: str = ""
     priority: int = 0
-    """Of the tier; higher is more important."""
+    """Priority of the tier; higher is more important."""
 
 
 @dataclass(frozen=True, slots=True)

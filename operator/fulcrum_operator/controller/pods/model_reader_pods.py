@@ -37,7 +37,7 @@ _log = structlog.get_logger()
 
 
 class ModelReaderPods:
-    """At most one model reader pod for each service; `reconcile.ModelReader`.
+    """Creates, reads and deletes model reader pods, at most one for each service; a `reconcile.ModelReader`.
 
     Args:
         objects: API to create and delete pods with.

@@ -30,7 +30,7 @@ With the pod's own grace period the engine would wait for the lease of KV that o
 a minute for each flip by restart and each scale-down.
 """
 _QUOTA_EXCEEDED = "exceeded quota"
-"""In the API server's refusal of a pod."""
+"""Text in the API server's refusal of a pod that exceeds a ResourceQuota."""
 PROBING = "its roles are probed"
 
 _PHASES_AT_WORK = (Phase.SERVING, Phase.DRAINING)

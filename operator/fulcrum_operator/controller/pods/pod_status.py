@@ -24,7 +24,7 @@ _OOM_KILLED = "OOMKilled"
 _SCHEDULING_ERRORS = frozenset({"Unschedulable", "SchedulerError"})
 """Reasons of the scheduler for a pod that it cannot place."""
 _TOO_LITTLE = "Insufficient "
-"""In the scheduler's message, before a resource of which no suitable node has enough left."""
+"""The scheduler's message has this before a resource of which no suitable node has enough left."""
 _DIGEST_LENGTH = 12
 _MESSAGE_LENGTH_MAX = 400
 """Longest message that is kept, in characters; the whole text is in the pod's status."""

@@ -1,4 +1,8 @@
-"""The condition Ready: every role has its floor of serving instances, and the router has an address."""
+"""The condition Ready: every role has its floor of serving instances, and the router has an address.
+
+A service of one desired instance is Ready without the floors, as soon as that instance serves: it plays both
+roles.
+"""
 
 from collections.abc import Mapping
 
@@ -15,7 +19,10 @@ _ROLES = (Role.PREFILL, Role.DECODE)
 def count_ready(
     assignment: PDAssignmentSpec, desired: tuple[PDInstance, ...], prefill: RoleStatus, decode: RoleStatus
 ) -> dict[Role, int]:
-    """Serving instances of each role. A single instance that plays Both counts for its assigned role only."""
+    """Count the serving instances of each role.
+
+    If a single instance serves, it plays both roles; here it counts for its assigned role only.
+    """
     ready = [i.metadata.name for i in desired if i.is_serving]
     if len(ready) == 1:
         return {role: len(list_assigned(assignment.roles, ready, role)) for role in _ROLES}
@@ -25,7 +32,15 @@ def count_ready(
 def ready_condition(
     observed: Observed, members: int, desired_replicas: int, ready: int, counts: Mapping[Role, int]
 ) -> Condition:
-    """The condition Ready of a service, given those that serve each role."""
+    """Build the condition Ready of a service.
+
+    Args:
+        observed: Observed state of the service.
+        members: Active instances.
+        desired_replicas: Desired number of instances.
+        ready: Instances that serve.
+        counts: Serving instances of each role; see `count_ready`.
+    """
     service, endpoint = observed.service, observed.endpoint
     floors = service.spec.roles.to_floors()
     missing = [role for role in _ROLES if counts[role] < floors.for_role(role)]

@@ -115,7 +115,7 @@ class JourneyContext(Generic[V]):
         self.engine_deaths = EngineDeaths()
         self.decode_share = DecodeShare()
         self.shed_until_s: dict[str, float] = {}
-        """By instance that has shed a request: until when it gets none of those that wait. An engine that
+        """Time until which an instance that has shed a request gets none of those that wait. An engine that
         sheds has no work, so that it would be the least loaded one.
         """
 

@@ -273,7 +273,7 @@ class Journey(JourneyChoices[V]):
         return all(i.error_share >= KNOWN_FAILING_SHARE for i in (failed, *peers))
 
     def _note_shed(self, now_s: float, instance: V | None, status: int) -> None:
-        """Before others leave the waiting room: keep them from an engine that sheds."""
+        """Keep waiting requests from an engine that sheds; called before they may leave the waiting room."""
         if status in SHED_STATUSES and instance is not None:
             self._context.list_shedding(now_s)  # forgets others
             self._context.shed_until_s[instance.name] = now_s + SHED_BACKOFF_S

@@ -119,7 +119,7 @@ class RequestRecord(Generic[V]):
         self.predicted_ttft: PredictedTtft | None = None
         """Predicted when the prefill leg was sent; None without one."""
         self.prefill_computed_for_s: float | None = None
-        """After a prefill leg: for how long its prompt was the oldest one; see `PrefillSampler.add`."""
+        """How long the last leg's prompt was the oldest one of its instance; see `PrefillSampler.add`."""
         self.proposal: FlipProposal | None = None
         """The flip that the request asked for last."""
         self.failure: Failure | None = None
@@ -189,7 +189,7 @@ class RequestRecord(Generic[V]):
             self._transfer_entry = None
 
     def _discard_prefill(self, reason: LocalPrefillReason) -> None:
-        """Also forget which instance computed the prompt, so that any instance may decode."""
+        """Forget the KV transfer and which instance computed the prompt, so that any instance may decode."""
         self._drop_kv()
         self.local_prefill_reason, self.source = reason, None
 

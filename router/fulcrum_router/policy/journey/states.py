@@ -8,7 +8,7 @@ class State(Enum):
 
     ARRIVED = "arrived"
     WAITING = "waiting"
-    """In the waiting room: every prefill instance has enough work."""
+    """The request is in the waiting room, because every prefill instance has enough work."""
     FLIP_REQUESTED = "flip_requested"
     """Waiting for the flip that it asked for."""
     PREFILL = "prefill"
@@ -52,7 +52,7 @@ class StopReason(StrEnum):
     NO_INSTANCE = "no_instance"
     """No further instance can take it."""
     ATTEMPTS = "attempts"
-    """As many attempts as one request may have have failed."""
+    """All attempts that one request may have were made, and failed."""
     QUERY_OF_DEATH = "query_of_death"
     """Two engines closed the connection, died or answered 5xx after they were sent the request."""
     RETRY_BUDGET = "retry_budget"
@@ -62,7 +62,7 @@ class StopReason(StrEnum):
     FULL = "full"
     """The waiting room is full."""
     REFUSED = "refused"
-    """It would miss its objectives, see `Journey.refusal`."""
+    """Admission refused the request, because it would miss its objectives; see `Journey.refusal`."""
 
     __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call
 
