@@ -23,6 +23,8 @@ RESPONSE_BUCKETS_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0)
 TPOT_BUCKETS_S = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5)
 WAIT_BUCKETS_S = (0.005, 0.02, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
+FLIP_BUCKETS_S = (0.005, 0.02, 0.1, 0.5, 2.0)
+
 PREFILL, DECODE = "prefill", "decode"
 """Values of the label `phase`."""
 
@@ -133,6 +135,8 @@ class Counters:
         """Times that this router became active."""
         self.kv_transfers = Histogram(WAIT_BUCKETS_S)
         """Times from sending the decode leg of a stream with a KV transfer until its first token."""
+        self.flips = Histogram(FLIP_BUCKETS_S)
+        """Times from the decision on a flip until this router dispatches by it."""
         self.output_tokens = 0
         self.passed_through: defaultdict[tuple[str, RequestOutcome], int] = defaultdict(int)
         """Requests to other paths than completions that ended, by path and outcome."""

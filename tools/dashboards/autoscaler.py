@@ -1,7 +1,7 @@
 """Dashboard Autoscaler: what it sees, and what it decides and does."""
 
 from tools.dashboards.panels import Panel, build_dashboard, lines
-from tools.dashboards.queries import RATE, SELECTOR, Query, largest, rate
+from tools.dashboards.queries import RATE, SELECTOR, Query, largest, median_and_p99, rate
 
 
 def build() -> str:
@@ -53,6 +53,13 @@ def _done() -> list[Panel]:
             "Flips",
             "By new role, in five minutes. Both roles together: instances flip to and fro.",
             [Query(f"sum by (to) (increase(fulcrum_autoscaler_flips_total{{{SELECTOR}}}[5m]))", "to {{to}}")],
+        ),
+        lines(
+            "Time of a flip",
+            "From the decision until the router dispatches by it. Seconds: the API server or the router's "
+            "watch is slow.",
+            median_and_p99("fulcrum_router_flip_seconds", f"{{{SELECTOR}}}"),
+            unit="s",
         ),
         lines(
             "Flip requests of the router",

@@ -128,6 +128,7 @@ class RouterCollector(Collector):
         )
         yield _build_transfer_family(self._router.pairs)
         yield _build_transfer_times(self._router.counters)
+        yield _build_flip_times(self._router.counters)
         yield from _build_pair_families(self._router.pairs, now_s=time.monotonic())
         yield from _build_router_gauges(self._router)
 
@@ -348,6 +349,17 @@ def _build_transfer_times(counters: Counters) -> Metric:
         labels=[],
     )
     add_histogram(family, [], counters.kv_transfers)
+    return family
+
+
+def _build_flip_times(counters: Counters) -> Metric:
+    family = HistogramMetricFamily(
+        "fulcrum_router_flip_seconds",
+        "Time from the decision on a flip, as the PDAssignment states it, until the router dispatches by it, "
+        "in seconds.",
+        labels=[],
+    )
+    add_histogram(family, [], counters.flips)
     return family
 
 

@@ -200,11 +200,17 @@ class StoreWatcher:
                 self._router.counters.refused_assignments += 1
                 log.warning("assignment refused", generation=generation, reason=verdict.reason)
                 return
+            self._record_flips(self._last_good_assignment, desired.spec, now_s)
         self._last_refusal = None
         self._last_good_assignment = desired.spec
         self._assign_roles(ready)
         self._reconcile_settings()
         self._router.applied_assignment.advance(generation, now_s)
+
+    def _record_flips(self, before: PDAssignmentSpec, after: PDAssignmentSpec, now_s: float) -> None:
+        for name, entry in after.roles.items():
+            if name in before.roles and before.roles[name].role != entry.role:
+                self._router.counters.flips.observe(max(0.0, now_s - entry.since))
 
     def _assign_roles(self, ready: frozenset[str]) -> None:
         assigned = self._last_good_assignment.roles if self._last_good_assignment else {}

@@ -136,6 +136,8 @@ async def test_a_flip_is_applied_and_acknowledged(watched: WatchedService) -> No
     generation = await watched.flip("s-0", "Decode")
     assert await watched.wait_until_acknowledged(generation)
     assert watched.fleet() == {**START, "s-0": (Role.DECODE, True)}
+    flips = watched.router.counters.flips
+    assert (sum(flips.counts), flips.sum > 0) == (1, True), "one flip was timed, since its decision"
 
 
 async def test_an_assignment_below_the_floor_keeps_the_last_good_one_in_force(
