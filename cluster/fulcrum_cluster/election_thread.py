@@ -74,7 +74,7 @@ class ElectionThread:
 
     @property
     def holder(self) -> str | None:
-        """Holder of the Lease when it was last observed."""
+        """Holder of the Lease when it was last observed; None: nobody."""
         return self._elector.holder
 
     async def run(self) -> None:

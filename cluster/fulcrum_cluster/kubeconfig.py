@@ -68,7 +68,7 @@ class KubeconfigToken:
         self._configuration = configuration
 
     async def authorization_header(self) -> str | None:
-        """The Authorization header. In a thread, because an exec plugin is a program that may be slow."""
+        """The Authorization header, or None. Read in a thread, because an exec plugin may be slow."""
         return await asyncio.to_thread(self._configuration.get_api_key_with_prefix, "BearerToken")
 
     def invalidate(self) -> None:

@@ -199,7 +199,7 @@ class Election(Protocol):
 
     @property
     def holder(self) -> str | None:
-        """Holder of the Lease when it was last observed."""
+        """Holder of the Lease when it was last observed; None: nobody."""
         ...
 
     async def run(self) -> None:

@@ -1,7 +1,7 @@
 """State of one router that all its parts share: fleet, settings, counters, KV transfer pairs.
 
-The data path reads the state at every request. `observe` and `control` update it. It opens no sockets: see
-`server`.
+The data path reads the state at every request; `observe` and `control` update it. What a leg's end says about
+its instance is recorded here, too, and may eject the instance. The state opens no sockets: see `server`.
 """
 
 import itertools
@@ -166,7 +166,7 @@ class Router:
                 instance.update_serving()
 
     def record_rejection(self, instance: Instance, phase: str) -> None:
-        """Count a leg that the engine rejected with 4xx: no success of its, and no failure."""
+        """Count a leg that the engine rejected with 4xx as answered; it ends no series of failures."""
         self.counters.legs[phase, "ok"] += 1
         instance.health.answered += 1
         instance.health.rejections += 1
@@ -240,7 +240,7 @@ class Router:
         log.warning("cache salt rotated after a late KV transfer", instance=instance.name)
 
     def record_ejection(self, instance: Instance, reason: str) -> None:
-        """Count an ejection. The instance gets no new work until a probe of its health succeeds."""
+        """Count an ejection, take the instance out of dispatch, and reset what its pairs have measured."""
         instance.update_serving()
         self.pairs.invalidate(instance.name)
         self.counters.ejections[reason] += 1

@@ -105,7 +105,7 @@ def propose_assignment(current: PDAssignmentSpec, decision: FlipDecision) -> PDA
 def hold_if_blocked(
     observation: Observation, rules: AutoscalingRules, trigger: Trigger, *, now_s: float
 ) -> FlipDecision | None:
-    """Hold if no policy may decide now: autoscaling is off or paused, or the observation is not usable."""
+    """Hold if autoscaling is off or paused, or the observation is not usable; None: a policy may decide."""
     if rules.mode is AutoscalingMode.OFF:
         return _hold(observation, trigger, "autoscaling is off", now_s=now_s)
     if rules.paused:

@@ -36,7 +36,10 @@ class Rates:
 
 
 def add_sample(samples: tuple[DemandSample, ...], state: RouterState) -> tuple[DemandSample, ...]:
-    """Append the state's sums, and drop what is too old. After a router's restart only the new ones count."""
+    """Append the state's sums, and drop what is too old.
+
+    After a restart of the router only the new sums count; without any in the state, none are kept.
+    """
     if state.demand is None:
         return ()
     if samples and (state.at_s <= samples[-1].at_s):

@@ -40,7 +40,7 @@ class Refused:
 
 
 def check_host(headers: Mapping[str, str]) -> Refused | None:
-    """Refuse a request whose Host is not a name of this machine."""
+    """Refuse a request whose Host is not a name of this machine; None: it is allowed."""
     try:
         name = urlsplit(f"//{headers.get('Host', '')}").hostname
     except ValueError:
@@ -51,7 +51,7 @@ def check_host(headers: Mapping[str, str]) -> Refused | None:
 
 
 def check_call(headers: Mapping[str, str], *, token: str) -> Refused | None:
-    """Refuse a call of the API that is not made by the page itself with the token."""
+    """Refuse a call of the API that is not made by the page itself with the token; None: it is allowed."""
     if refused := check_host(headers):
         return refused
     origin, site = headers.get("Origin"), headers.get("Sec-Fetch-Site")

@@ -52,7 +52,7 @@ class ReadingWindow:
 
     @property
     def last(self) -> RouterReading | None:
-        """The latest reading."""
+        """The latest reading; None before the first."""
         return self._readings[-1] if self._readings else None
 
     def add(self, reading: RouterReading) -> None:

@@ -30,8 +30,9 @@ async def apply_plan(
 ) -> tuple[float | None, tuple[FailureCause, ...]]:
     """Write what differs, then start and stop engines.
 
-    Returns the seconds until a delayed status is due, and what was refused. Nothing else is done to an
-    instance whose object was refused; a refused assignment is raised, because all roles depend on it.
+    Returns the seconds until a delayed status is due, None without one, and what was refused. Nothing else is
+    done to an instance whose object was refused; a refused assignment is raised, because all roles depend on
+    it.
     """
     status_due_s: float | None = None
     created: dict[str, Resource] = {}

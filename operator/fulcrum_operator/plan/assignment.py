@@ -99,7 +99,7 @@ def plan_assignment(
 
 
 def rebuild_accepted_assignment(observed: Observed) -> PDAssignmentSpec | None:
-    """The last accepted assignment, rebuilt from the instances after a restart of the operator.
+    """The last accepted assignment, rebuilt from the instances after a restart; None without an assignment.
 
     Under Relabel the desired role is applied at once. An instance that restarts to flip still plays the role
     in its status.

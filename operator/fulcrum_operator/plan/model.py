@@ -74,7 +74,7 @@ def model_key(start: LaunchSpec) -> str:
 
 
 def model_revision(start: LaunchSpec) -> str | None:
-    """Revision of the model at the hub, as the engine has it: the user's own arguments win."""
+    """Revision of the model at the hub, None for the hub's default. The user's own arguments win."""
     of_arguments = user_identity_fields(start.engine.args).get("revision")
     return str(of_arguments) if of_arguments else (start.model_source or ModelSourceSpec()).revision
 
@@ -136,7 +136,10 @@ def waits_for_model(observed: Observed, views: tuple[PoolView, ...], view: PoolV
 def choose_model_facts(
     observed: Observed, views: tuple[PoolView, ...], view: PoolView
 ) -> dict[str, Any] | None:
-    """Config excerpt for a new instance of the pool: that of the instances it exchanges KV with, if any."""
+    """Config excerpt for a new instance of the pool; None: not read.
+
+    It is that of the instances with which the new one exchanges KV, if there are any.
+    """
     key, known = model_key(view.target), observed.service.status.model
     like = next(_instances_of_model(views, key), None)
     if like is not None:

@@ -85,7 +85,7 @@ class Observed:
     """The QoSTiers in the service's namespace."""
     engines: Mapping[str, EngineObservation] = field(default_factory=dict)
     engine_facts: Mapping[str, EngineFacts] = field(default_factory=dict)
-    """Facts that each engine reports, by the name of its instance."""
+    """Properties of each engine by the name of its instance, known even while it does not run."""
     router: RouterState | None = None
     """State of the active router; None if it was not queried or did not respond."""
     endpoint: str | None = None

@@ -1,7 +1,7 @@
 """SLO attainment of the last minutes, by tier: a window of samples of the router's counters.
 
 The counters run from the router's start. A request is in the window if it was counted between two samples of
-the same router process, so requests that end around a restart are missing. Requests that their client
+the same active router, so requests that end around a restart are missing. Requests that their client
 cancelled in time count neither as met nor as missed. `controller/reconcile` keeps the window between
 reconciles, and `status/slo_met` turns its report into a condition.
 """
@@ -61,7 +61,7 @@ class SloSample:
 
     at_s: float
     router_since_s: float
-    """Start of the router, in unix seconds; it identifies the router process."""
+    """When the router became the active one, in unix seconds; it identifies the router process."""
     tiers: Mapping[str, SloCounts]
     misses: Mapping[str, int] = field(default_factory=dict)
     """Requests of all tiers that missed, by the latency part that took the most time."""

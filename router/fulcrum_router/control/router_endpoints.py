@@ -1,4 +1,7 @@
-"""Responses that the router builds itself on the clients' port: models, health, readiness."""
+"""Paths of the clients' port that the router answers without an engine: models, health, readiness.
+
+`/health` has always status 200; `/ready` has 503 until an instance serves.
+"""
 
 import orjson
 

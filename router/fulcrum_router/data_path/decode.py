@@ -152,7 +152,12 @@ class DecodeLeg:
     # --- ResponseObserver --------------------------------------------------------------------------
 
     def record_first_byte(self, now_s: float) -> None:
-        """The KV was fetched and the prompt computed: no leg can need the body again."""
+        """Record the first byte of this leg: the KV was fetched and the prompt computed.
+
+        Releases the request body, which no leg can need again. At the first byte of the request, begins to
+        keep the stream for a continuation and learns the error of the TTFT prediction; at a later one, counts
+        a continued stream.
+        """
         request, response = self._request, self.response
         if request.first_byte_at_s is not None:
             request.router.counters.continuations[_CONTINUED] += 1

@@ -183,7 +183,7 @@ class Exchange:
     # --- the end -------------------------------------------------------------------------------------
 
     def _record_end(self) -> None:
-        """Count the request, its latencies as far as the response shows them, and their parts."""
+        """Count the request, the latencies that its response shows, and the latency parts; end its trace."""
         leg = self._leg
         response = leg.response if type(leg) is DecodeLeg else None
         request, outcome, end_s = self._request, self._request.outcome, time.monotonic()
@@ -252,7 +252,7 @@ class Exchange:
         )
 
     def _count_output_tokens(self, response: DecodeResponse) -> int:
-        """Count the output tokens of a complete response; return the mean number of one choice."""
+        """Add the output tokens of a complete response to the counters; return the mean of one choice."""
         usage, request = response.usage, self._request
         if usage is not None:
             tokens = usage.completion_tokens
@@ -278,7 +278,7 @@ class Exchange:
         return RequestOutcome.LEFT_LATE if late else RequestOutcome.CANCELLED
 
     def _end_broken_stream(self) -> None:
-        """Send an error event if one can be inserted, and close the connection without a regular end."""
+        """Set the outcome `broken`, send an error event if one can be inserted, and close the connection."""
         request, leg = self._request, self._leg
         response = leg.response if type(leg) is DecodeLeg else None
         request.outcome, request.keep_alive = RequestOutcome.BROKEN, False

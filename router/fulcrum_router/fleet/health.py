@@ -106,7 +106,10 @@ class Health:
         return too_many and not self.ejected
 
     def eject(self, *, now_s: float, judged: bool, unresponsive: bool = False) -> bool:
-        """Eject the instance; return False if it is ejected already."""
+        """Eject the instance; return False if it is ejected already.
+
+        An instance that was ejected by judgement and is gone now is readmitted like any that is gone.
+        """
         if unresponsive and self.unresponsive_since_s is None:
             self.unresponsive_since_s = now_s
         if self.ejected:

@@ -37,7 +37,7 @@ class IncomingTransfer(PendingTransfer, Protocol):
 
     @property
     def expired_before(self) -> float | None:
-        """`source.expired_transfers` when the prefill leg was sent."""
+        """`source.expired_transfers` when the prefill leg was sent; None: the engine does not report it."""
 
 
 class _Changes:

@@ -1,4 +1,4 @@
-"""Responses that the router builds itself; errors have the shape that OpenAI clients parse."""
+"""Build responses of the router as bytes; errors have the shape that OpenAI clients parse."""
 
 from http import HTTPStatus
 

@@ -1,4 +1,7 @@
-"""Probe every engine once a second: read its metrics, eject silent instances, readmit healthy ones.
+"""Probe the engines: read their metrics once a second, eject silent instances, readmit healthy ones.
+
+An ejected instance gets requests for its health instead, at growing intervals. `EngineProber.run` also has
+`outliers` judge the instances that respond.
 
 The metrics hold what the data path cannot measure: inter-token latency of requests that are not streamed, KV
 cache use, and the requests of other routers. A probe uses the instance's connection pool, as requests do.

@@ -136,7 +136,10 @@ class TransferPair:
         self.transfer_s_per_1k_tokens = self.lag_s_per_1k_tokens = None
 
     def record(self, outcome: TransferOutcome, *, now_s: float, reason: str = "") -> None:
-        """Count one transfer; `reason` is the cause of a miss where it is known."""
+        """Record one transfer: counts, warmth and the state of the pair.
+
+        `reason` is the cause of a miss where it is known.
+        """
         self.counts[outcome] += 1
         self.last_used_s = now_s
         if outcome is TransferOutcome.RECOMPUTED:

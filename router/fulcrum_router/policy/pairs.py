@@ -51,7 +51,10 @@ class TransferPairs:
         """Prefill instances whose pairs with all decode instances are broken: they get no prefill legs."""
 
     def __getitem__(self, key: PairKey) -> TransferPair:
-        """Return the record of a pair that is used now; creates it at its first use."""
+        """Return the record of a pair that is used now; creates it at its first use.
+
+        A source keeps `MAX_PAIRS_PER_SOURCE` records: a new one replaces the least recently used one.
+        """
         pairs = self._by_source.get(key.prefill)
         if pairs is None:
             pairs = self._by_source[key.prefill] = {}
@@ -64,7 +67,7 @@ class TransferPairs:
         return pair
 
     def get(self, key: PairKey) -> TransferPair | None:
-        """Return the record of a pair; None: it was never used."""
+        """Return the record of a pair; None: it was never used, or its record was replaced."""
         pairs = self._by_source.get(key.prefill)
         return None if pairs is None else pairs.get(key.decode)
 
@@ -75,7 +78,7 @@ class TransferPairs:
 
     @property
     def pairs(self) -> dict[PairKey, TransferPair]:
-        """A copy of all records."""
+        """The records of all pairs, in a new dictionary."""
         return dict(self._items())
 
     def _items(self) -> Iterator[tuple[PairKey, TransferPair]]:

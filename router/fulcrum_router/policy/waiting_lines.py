@@ -210,11 +210,11 @@ class Level:
             self.in_time_prefill_s, self.held = 0.0, False
 
     def find_longest(self) -> Line | None:
-        """The line with the most requests; of several the last tenant by name."""
+        """The line with the most requests, of several the last tenant by name; None if no request waits."""
         return max(self.lines.values(), key=lambda line: (line.count, line.tenant), default=None)
 
     def find_first(self) -> Line | None:
-        """The line of the tenant with the least counter."""
+        """The line of the tenant with the least counter; None if all are empty or set aside."""
         heap, lines, counters = self._heap, self.lines, self.counters
         while heap:
             counter, _, tenant = heap[0]

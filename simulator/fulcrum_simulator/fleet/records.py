@@ -37,7 +37,7 @@ class RequestResult:
 
     @property
     def ttft_s(self) -> float | None:
-        """Time to the first token at the client: the decode instance sends it, after the transfer."""
+        """Time to the first token at the client, sent by the decode instance; None: there was none."""
         return None if self.first_token_s is None else self.first_token_s - self.request.arrival_s
 
     @property
@@ -47,13 +47,13 @@ class RequestResult:
 
     @property
     def arrow_ttft_s(self) -> float | None:
-        """TTFT by the Arrow paper: to the end of the prefill, which emits the first token there."""
+        """TTFT by the Arrow paper, where the prefill emits the first token at its end; None: not reached."""
         end_s = self.first_token_s if self.prefill_end_s is None else self.prefill_end_s
         return None if end_s is None else end_s - self.request.arrival_s
 
     @property
     def arrow_tpot_s(self) -> float | None:
-        """TPOT by the Arrow paper: KV transfer and decode queue are part of it."""
+        """TPOT by the Arrow paper, with KV transfer and decode queue as parts; None with a single token."""
         return self._mean_gap_s(self.first_token_s if self.prefill_end_s is None else self.prefill_end_s)
 
     def meets(self, slo: Slo) -> bool:

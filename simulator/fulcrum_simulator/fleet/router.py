@@ -130,7 +130,10 @@ class SimulatedRouter:
     # Roles
 
     def apply(self, assignment: PDAssignmentSpec, generation: int) -> None:
-        """Dispatch by this assignment from now on, and let the requests go on that waited for it."""
+        """Dispatch by this assignment and its cooldown from now on; requests that waited for it go on.
+
+        A flipped instance is out of service for the downtime of a flip.
+        """
         for name, entry in assignment.roles.items():
             view = self.fleet[name]
             if view.role is not entry.role:

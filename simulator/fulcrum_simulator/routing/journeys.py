@@ -299,7 +299,7 @@ class _Run:
     # --- events of legs ------------------------------------------------------------------------------
 
     def on_token(self, leg: SimulatedLeg, token: OutputToken) -> None:
-        """Forward a token of the decode leg to the client."""
+        """Forward a token of the decode leg to the client; fail the leg if its lease had expired."""
         leg.last_token_s = self._routing.port.now_s()
         if leg.is_prefill:
             return

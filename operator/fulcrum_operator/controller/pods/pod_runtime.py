@@ -261,7 +261,7 @@ class PodRuntime:
     def _record_refusal(
         self, key: InstanceKey, instance: PDInstance, startup_s: float, refusal: tuple[str, str]
     ) -> None:
-        """Report why there is no pod (reason and error), and create it again after `RETRY_S`."""
+        """Report why there is no pod (reason and error), and try to create it again after `RETRY_S`."""
         known = self._refused_pods.get(key)
         loop = asyncio.get_running_loop()
 

@@ -55,9 +55,9 @@ def kv_transfer_config(
 def kv_lease_s(request: LaunchRequest) -> float:
     """Seconds for which a prefill instance keeps KV that no decode instance has fetched.
 
-    The router drops a KV transfer at half the lease. By then it has chosen a decode instance, which may take
-    as long as the TTFT objective, and the decode instance has started to fetch; from then on heartbeats
-    extend the lease.
+    The user's argument wins. The default is twice the TTFT objective plus the time to transfer the longest
+    prompt, at least `KV_LEASE_S`: the router drops a KV transfer at half the lease, and by then a decode
+    instance must have been chosen and have the KV.
     """
     user_lease_s = user_kv_lease_s(request.args)
     return _default_kv_lease_s(request) if user_lease_s is None else user_lease_s

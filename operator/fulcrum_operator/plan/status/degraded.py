@@ -71,7 +71,7 @@ def describe_causes(causes: tuple[FailureCause, ...]) -> str:
 
 
 def find_problems(observed: Observed) -> tuple[FailureCause, ...]:
-    """What the last reconcile could not do, pools whose names are taken, and problems of templates."""
+    """Causes that no instance shows: failures of the last reconcile, names taken, problems of templates."""
     taken, needed = observed.taken_pools, list_pool_names(observed.service)
     pools = (FailureCause(conditions.NAME_TAKEN, taken[name]) for name in needed if name in taken)
     found = observed.service.spec.find_template_problems()

@@ -1,4 +1,4 @@
-"""The condition Progressing: instances start, switch, drain or stop, or a roll-out is in progress."""
+"""The condition Progressing: instances change their phase or number, leave nodes, or are rolled out."""
 
 from fulcrum_core.api import Condition, PDInstance, PDPool, PDService, conditions
 from fulcrum_core.formatting import format_count

@@ -81,7 +81,7 @@ def summarize_reason(found: tuple[Condition, ...]) -> str:
 
 
 def last_decision(roles: Mapping[str, RoleAssignment], *, refused_for_s: float) -> LastDecision | None:
-    """The latest flip or refusal among the entries; of several at the same time the last by name."""
+    """The latest flip or refusal among the entries, None without one; of several at once the last by name."""
     decisions = [
         decision for name in sorted(roles) for decision in _decisions(name, roles[name], refused_for_s)
     ]

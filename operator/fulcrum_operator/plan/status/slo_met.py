@@ -6,7 +6,7 @@ from fulcrum_operator.plan.status.condition import make_condition
 
 
 def slo_met_condition(service: PDService, report: SloReport | None) -> Condition:
-    """The condition SLOMet: from the report if there is one, else the previous condition."""
+    """The condition SLOMet: from the report if there is one, else the previous condition, else NoTraffic."""
     if report is not None:
         return make_condition(service, conditions.SLO_MET, report.status, report.reason, report.message)
     for before in service.status.conditions:

@@ -415,7 +415,7 @@ class JourneyChoices(RequestRecord[V]):
     # --- the end -------------------------------------------------------------------------------------
 
     def _end(self, now_s: float, action: Action) -> Action:
-        """Release everything and end with `action`, after legs that are still in flight were aborted."""
+        """Release everything and end with `action`; if legs are in flight, first have them aborted."""
         if self.state is _DONE:
             return _END
         if self.continues and action is Action.FAIL:

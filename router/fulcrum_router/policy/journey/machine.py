@@ -248,7 +248,10 @@ class Journey(JourneyChoices[V]):
     def _record_failure(
         self, now_s: float, instance: V, failure: Failure, status: int, *, started: bool
     ) -> StopReason | None:
-        """Record why a leg failed; return why it may not be tried again, or None."""
+        """Record why a leg failed, and charge the retry; return why it may not be tried again, or None.
+
+        An engine that may have died by the request raises the suspicion against the request.
+        """
         self.failure, self.failed_status = failure, status
         if not started:
             return None
