@@ -172,6 +172,7 @@ class ServedRequest:
             priority=-self.tier.engine_priority,
             tenant=self.client.caller.tenant,
             choices=body.choices,
+            prompts=body.prompts,
         )
         self.journey = journey = Journey(
             router.journeys,

@@ -18,7 +18,7 @@ import orjson
 from fulcrum_router.http1.json_limits import InvalidBody, parse_limited_object
 from fulcrum_router.http1.lax_bools import parse_lax_bool
 from fulcrum_router.http1.lax_ints import parse_lax_int
-from fulcrum_router.http1.output_limits import count_choices
+from fulcrum_router.http1.output_limits import count_choices, count_prompts
 from fulcrum_router.policy.estimate import measure_prompt
 from fulcrum_router.policy.journey import LocalPrefillReason
 
@@ -78,6 +78,7 @@ class RequestBody:
     prompt_id_count: int
     local_prefill_reason: LocalPrefillReason | None
     """Why one KV transfer cannot serve the request; None if it can."""
+    prompts: int = 1
     choices: int = 1
     """Texts that the engine generates: `n` for each prompt."""
 
@@ -111,7 +112,9 @@ def parse_request_body(raw: bytes, priority: int, *, chat: bool = False) -> Requ
         raise InvalidBody(f"the body has more than {MAX_PROMPTS} prompts")
     size, ids = measure_prompt(read)
     reason = _find_local_prefill_reason(read)
-    return RequestBody(raw, fields, size, ids, reason, count_choices(read) if reason in _SEVERAL else 1)
+    if reason not in _SEVERAL:
+        return RequestBody(raw, fields, size, ids, reason)
+    return RequestBody(raw, fields, size, ids, reason, count_prompts(read), count_choices(read))
 
 
 def _drop_unread_prompt(fields: dict[str, Any], *, chat: bool) -> dict[str, Any]:

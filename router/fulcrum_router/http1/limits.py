@@ -38,7 +38,7 @@ LARGE_BODY_BYTES: Final = 65_536
 KEPT_SHARE: Final = 0.125
 """Bytes that may be kept to continue broken streams, beside the held ones and as a share of their limit."""
 TENANT_KEPT_SHARE: Final = 0.125
-"""Share of the kept bytes that one tenant may take."""
+"""Share of the kept bytes that each tenant may take, and that is left when one takes more."""
 MAX_CONNECTIONS: Final = 16_384
 MAX_HANDSHAKES: Final = 512
 """TLS handshakes at the same time."""
@@ -110,7 +110,8 @@ class RequestMemory:
 class KeptBytes:
     """Counts what the router keeps of streams to continue them, so that it stays below `max_bytes`.
 
-    No tenant takes more than its share. Requests without a tenant may take all: nobody is told apart then.
+    A tenant may take more than its share as long as the share of another one is free: one tenant alone can
+    use nearly all. Requests without a tenant may take all, since they cannot be told apart.
     """
 
     __slots__ = ("_bytes_by_tenant", "kept_bytes", "max_bytes")
@@ -124,7 +125,8 @@ class KeptBytes:
         tenant_bytes = self._bytes_by_tenant.get(tenant, 0) + size
         if self.kept_bytes + size > self.max_bytes:
             return False
-        if tenant and tenant_bytes > TENANT_KEPT_SHARE * self.max_bytes:
+        share = TENANT_KEPT_SHARE * self.max_bytes
+        if tenant and tenant_bytes > share and self.kept_bytes + size > self.max_bytes - share:
             return False
         self.kept_bytes += size
         self._bytes_by_tenant[tenant] = tenant_bytes

@@ -21,10 +21,14 @@ def find_output_limit(fields: Mapping[str, Any], *, chat: bool) -> int | None:
     return None if chat else _DEFAULT_COMPLETION_TOKENS
 
 
-def count_choices(fields: Mapping[str, Any]) -> int:
-    """Return how many texts the engine generates for the request: `n` for each prompt."""
+def count_prompts(fields: Mapping[str, Any]) -> int:
+    """Return how many prompts the request has."""
     prompt = fields.get("prompt")
     several = type(prompt) is list and bool(prompt) and type(prompt[0]) is not int
+    return len(prompt) if several and prompt is not None else 1
+
+
+def count_choices(fields: Mapping[str, Any]) -> int:
+    """Return how many texts the engine generates for the request: `n` for each prompt."""
     n = fields.get("n")
-    choices = n if type(n) is int and n > 0 else 1
-    return choices * len(prompt) if several and prompt is not None else choices
+    return count_prompts(fields) * (n if type(n) is int and n > 0 else 1)

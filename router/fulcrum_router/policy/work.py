@@ -34,11 +34,18 @@ class Work(NamedTuple):
     """Tenant that sent the request; empty: unknown."""
     choices: int = 1
     """Texts that the engine generates for the request."""
+    prompts: int = 1
+    """Prompts of the request; as many choices for each."""
 
     @property
     def arrival_s(self) -> float:
         """Arrival of the request on the monotonic clock."""
         return self.deadline_s - self.slo.ttft_s
+
+    @property
+    def context_tokens(self) -> int:
+        """Prompt tokens that decode reads in each step: each text reads its prompt, even a shared one."""
+        return self.prompt_tokens * self.choices // self.prompts
 
     def with_prompt_tokens(self, prompt_tokens: int) -> "Work":
         """The same work with a counted prompt."""

@@ -213,7 +213,7 @@ class JourneyChoices(RequestRecord[V]):
     def _open_decode(self, now_s: float, instance: V) -> Action:
         ledger, tokens = instance.ledger, self.work.prompt_tokens
         self.decode_was_idle = not ledger.prefill_legs and not ledger.decode_legs
-        self.decode_entry = ledger.add_decode(tokens=tokens)
+        self.decode_entry = ledger.add_decode(tokens=self.work.context_tokens)
         self._charge_tenant()
         if self._charge is not None:
             self._charge.follow(self.decode_entry)
@@ -288,8 +288,8 @@ class JourneyChoices(RequestRecord[V]):
         share = context.decode_share
         if share.highest is None:
             return False
-        tokens = work.prompt_tokens + context.demand.lengths.predict(work.tenant, work.prompt_tokens)
-        tokens *= work.choices  # each of them is decoded; several prompts count more than once
+        output_tokens = context.demand.lengths.predict(work.tenant, work.prompt_tokens)
+        tokens = work.context_tokens + work.choices * output_tokens
         return share.must_wait(context.fleet.candidates.decode, priority=work.priority, tokens=tokens)
 
     def _must_join_the_held(self) -> bool:

@@ -95,17 +95,23 @@ def test_large_and_unfinished_bodies_leave_room_for_others() -> None:
     assert (memory.held_bytes, memory.unfinished_bytes, memory.refusals) == (1_000, unfinished, 2)
 
 
-def test_a_tenant_keeps_a_share_of_the_bytes_and_requests_without_one_keep_all() -> None:
+def test_a_tenant_alone_keeps_all_bytes_but_the_share_of_another() -> None:
     kept = KeptBytes(1_000)
     share = int(TENANT_KEPT_SHARE * 1_000)
-    assert kept.keep(share, tenant="a")
+    assert kept.keep(1_000 - share, tenant="a")
     assert not kept.keep(1, tenant="a")
-    assert kept.keep(1, tenant="b")
-    assert kept.keep(1_000 - share - 1, tenant="")
+    assert kept.keep(share, tenant="b")
     assert not kept.keep(1, tenant="c")
     kept.release(share, tenant="a")
-    assert kept.keep(share, tenant="a")
+    assert not kept.keep(1, tenant="b"), "the free share is left for others"
+    assert kept.keep(share, tenant="c")
     assert kept.kept_bytes == 1_000
+
+
+def test_requests_without_a_tenant_keep_all_bytes() -> None:
+    kept = KeptBytes(1_000)
+    assert kept.keep(1_000, tenant="")
+    assert not kept.keep(1, tenant="")
 
 
 def test_little_is_accepted_while_the_process_is_short_of_memory() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from fulcrum_router.http1.output_limits import count_choices, find_output_limit
+from fulcrum_router.http1.output_limits import count_choices, count_prompts, find_output_limit
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,4 @@ def test_the_output_limit_is_read_as_vllm_does(
 )
 def test_choices_are_counted_for_each_prompt(fields: dict[str, Any], choices: int) -> None:
     assert count_choices(fields) == choices
+    assert choices % count_prompts(fields) == 0

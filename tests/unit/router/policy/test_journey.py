@@ -91,6 +91,22 @@ def test_a_request_is_prefilled_transferred_and_decoded() -> None:
 
 
 @pytest.mark.parametrize(
+    ("choices", "prompts", "tokens"),
+    [
+        pytest.param(1, 1, 100, id="one text"),
+        pytest.param(3, 1, 300, id="three texts of one prompt"),
+        pytest.param(4, 2, 200, id="two texts of each of two prompts"),
+    ],
+)
+def test_each_text_of_a_request_counts_its_prompt_in_decode(choices: int, prompts: int, tokens: int) -> None:
+    context, several = make_context(), LocalPrefillReason.MULTIPLE_CHOICES
+    journey = Journey(context, work(100, choices=choices, prompts=prompts), local_prefill_reason=several)
+    assert journey.begin(0.0) is Action.SEND_DECODE
+    ledger = context.fleet["d1"].ledger
+    assert (ledger.decode_tokens, ledger.prefill_tokens) == (tokens, 100)
+
+
+@pytest.mark.parametrize(
     ("reason", "make", "shown"),
     [
         pytest.param(
