@@ -95,6 +95,19 @@ class AdmissionMode(StrEnum):
     __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call
 
 
+class OverloadAction(StrEnum):
+    """What admission does with a request of a sheddable tier that would miss its objectives."""
+
+    REJECT = "Reject"
+    """It is refused."""
+    QUEUE = "Queue"
+    """It is served late, if it does not wait for too long."""
+    DEGRADE = "Degrade"
+    """While decode is nearly full, its output is limited; it is refused if that is not enough."""
+
+    __hash__ = str.__hash__  # see AdmissionMode
+
+
 @dataclass(frozen=True, slots=True)
 class Slo:
     """Latency objectives of a service or a tier.

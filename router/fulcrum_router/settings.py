@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from fulcrum_core.api.pdservice import PDService
-from fulcrum_core.api.qostier import QoSTier
+from fulcrum_core.api.qostier import DEFAULT_MAX_QUEUE_S, QoSTier, QoSTierSpec
 from fulcrum_core.api.router import AuthSpec, TimeoutsSpec
 from fulcrum_core.networks import Network, parse_network
 from fulcrum_core.values import AdmissionMode, AutoscalingMode, DispatchMode, FlipPolicy, Slo
@@ -149,5 +149,14 @@ def _resolve_access(auth: AuthSpec) -> AccessSettings:
 
 def _resolve_tier(tier: QoSTier, slo: Slo) -> Tier:
     own = tier.spec.slo.to_slo() if tier.spec.slo else slo
-    admission = TierAdmission(sheddable=tier.spec.sheddable)
-    return Tier(tier.metadata.name, own, -tier.spec.priority, admission)
+    return Tier(tier.metadata.name, own, -tier.spec.priority, _resolve_admission(tier.spec))
+
+
+def _resolve_admission(spec: QoSTierSpec) -> TierAdmission:
+    admission = spec.admission
+    return TierAdmission(
+        sheddable=spec.sheddable,
+        action=admission.mode,
+        max_queue_s=admission.max_queue_time or DEFAULT_MAX_QUEUE_S,
+        max_output_tokens=admission.max_output_tokens or 0,
+    )

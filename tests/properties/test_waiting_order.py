@@ -42,6 +42,9 @@ class Request:
         hall.in_flight.append((charge, self))
         return LeaveResult.LEFT
 
+    def give_up(self, now_s: float) -> None:
+        raise AssertionError(f"nobody gives up, also not at {now_s}")
+
     def give_way(self) -> None:
         self.hall.room.leave(self)
 

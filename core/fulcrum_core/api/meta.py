@@ -170,7 +170,12 @@ def format_time(at_s: float) -> str:
 
 def cel_rule(rule: str, message: str) -> dict[str, JsonValue]:
     """Schema extra of a model: a rule between its fields, in CEL, for API servers. A validator repeats it."""
-    return {"x-kubernetes-validations": [{"rule": rule, "message": message}]}
+    return cel_rules((rule, message))
+
+
+def cel_rules(*rules: tuple[str, str]) -> dict[str, JsonValue]:
+    """Schema extra of a model: several rules, each with its message."""
+    return {"x-kubernetes-validations": [{"rule": rule, "message": message} for rule, message in rules]}
 
 
 def _validate_time(value: object, info: ValidationInfo) -> float:
@@ -313,7 +318,7 @@ class PrinterColumn(ApiModel):
     """One column of `kubectl get`."""
 
     name: str
-    type: Literal["string", "integer", "number", "date"]
+    type: Literal["string", "integer", "number", "boolean", "date"]
     json_path: str
     description: str = ""
     priority: int = 0

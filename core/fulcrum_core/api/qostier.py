@@ -1,11 +1,11 @@
 """QoSTier: priority and latency objectives of a class of requests."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, StrictBool, StrictInt
+from pydantic import ConfigDict, Field, StrictBool, StrictInt, model_validator
 
-from fulcrum_core.api.meta import ApiModel, Duration, PrinterColumn, Resource
-from fulcrum_core.values import Slo
+from fulcrum_core.api.meta import ApiModel, Duration, PrinterColumn, Resource, cel_rules
+from fulcrum_core.values import OverloadAction, Slo
 
 
 class SloSpec(ApiModel):
@@ -48,6 +48,55 @@ class TierMatchSpec(ApiModel):
     )
 
 
+NO_OUTPUT_LIMIT_MESSAGE = "has mode Degrade without maxOutputTokens: write it"
+NOT_DEGRADED_MESSAGE = "has maxOutputTokens, which has no effect: it needs mode Degrade"
+NOT_QUEUED_MESSAGE = "has maxQueueTime, which has no effect: it needs mode Queue"
+DEFAULT_MAX_QUEUE_S = 10.0
+
+
+class TierAdmissionSpec(ApiModel):
+    """What is done with requests that would miss their objectives, where router.admission is Enforce."""
+
+    model_config = ConfigDict(
+        json_schema_extra=cel_rules(
+            ("self.mode != 'Degrade' || has(self.maxOutputTokens)", NO_OUTPUT_LIMIT_MESSAGE),
+            ("self.mode == 'Degrade' || !has(self.maxOutputTokens)", NOT_DEGRADED_MESSAGE),
+            ("self.mode == 'Queue' || !has(self.maxQueueTime)", NOT_QUEUED_MESSAGE),
+        )
+    )
+
+    mode: OverloadAction = Field(
+        default=OverloadAction.REJECT,
+        description="Reject: they are refused. Queue: they are served late, but refused when they wait for "
+        "longer than maxQueueTime. Degrade: while decode is nearly full, answers have at most "
+        "maxOutputTokens; requests that would miss their objectives all the same are refused (default "
+        "Reject).",
+    )
+    max_queue_time: Duration | None = Field(
+        default=None,
+        gt=0,
+        le=3600,
+        description="With mode Queue: longest wait for prefill, from a request's arrival. With "
+        "router.dispatch.mode Direct it is only predicted, at the arrival (default 10s).",
+    )
+    max_output_tokens: StrictInt | None = Field(
+        default=None,
+        ge=1,
+        le=1_000_000,
+        description="With mode Degrade: output tokens of each answer, while decode is nearly full.",
+    )
+
+    @model_validator(mode="after")
+    def _check_mode(self) -> Self:
+        if self.mode is OverloadAction.DEGRADE and self.max_output_tokens is None:
+            raise ValueError(NO_OUTPUT_LIMIT_MESSAGE)
+        if self.mode is not OverloadAction.DEGRADE and self.max_output_tokens is not None:
+            raise ValueError(NOT_DEGRADED_MESSAGE)
+        if self.mode is not OverloadAction.QUEUE and self.max_queue_time is not None:
+            raise ValueError(NOT_QUEUED_MESSAGE)
+        return self
+
+
 class QoSTierSpec(ApiModel):
     """Priority, objectives and tenants of a tier."""
 
@@ -65,6 +114,11 @@ class QoSTierSpec(ApiModel):
         description="Whether requests may be refused when they would miss their objectives and the service's "
         "router.admission is Enforce (default true).",
     )
+    admission: TierAdmissionSpec = Field(
+        default_factory=TierAdmissionSpec,
+        description="What is done with requests that would miss their objectives, where the service's "
+        "router.admission is Enforce.",
+    )
     match: TierMatchSpec = Field(
         default_factory=TierMatchSpec,
         description="Whose requests belong to the tier (default: those that name it in x-customer-tier).",
@@ -81,6 +135,8 @@ class QoSTier(Resource):
         PrinterColumn(name="Priority", type="integer", json_path=".spec.priority"),
         PrinterColumn(name="TTFT", type="string", json_path=".spec.slo.ttft"),
         PrinterColumn(name="TPOT", type="string", json_path=".spec.slo.tpot"),
+        PrinterColumn(name="Admission", type="string", json_path=".spec.admission.mode"),
+        PrinterColumn(name="Sheddable", type="boolean", json_path=".spec.sheddable"),
         PrinterColumn(name="Age", type="date", json_path=".metadata.creationTimestamp"),
     )
 

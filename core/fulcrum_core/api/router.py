@@ -117,8 +117,8 @@ class RouterSpec(ApiModel):
         default=AdmissionMode.OFF,
         description="What is done about a request that would miss its objectives, as predicted at its "
         "arrival. Enforce: requests of sheddable tiers (QoSTier) get status 429 with Retry-After. "
-        "Advise: only metrics count what Enforce would do. Off: every request is served, however late "
-        "(default Off).",
+        "Advise: only metrics count what Enforce would do. 'Off' (in quotes: YAML reads a bare Off as "
+        "false): every request is served, however late (default Off).",
     )
     timeouts: TimeoutsSpec = Field(
         default_factory=TimeoutsSpec, description="Longest waits of the router for an engine."

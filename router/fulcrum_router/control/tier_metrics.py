@@ -96,13 +96,15 @@ def build_admission_families(admission: Admission) -> Iterator[Metric]:
     decisions = CounterMetricFamily(
         "fulcrum_router_admission_decisions",
         "Decisions on client requests at their arrival, by router.admission (Enforce; Advise: what Enforce "
-        "would have done), QoS tier and decision: admit, refuse.",
+        "would have done), QoS tier and decision: admit, queue (served late), degrade (with "
+        "less output), refuse.",
         labels=["mode", "tier", "decision"],
     )
     refusals = CounterMetricFamily(
         "fulcrum_router_admission_refusals",
         "Client requests that were refused, or with Advise would have been, by QoS tier and reason: "
-        "prefill_full (the first token would be late), decode_full (decode would have no room).",
+        "prefill_full (the first token would be late), decode_full (decode would have no room), "
+        "waited_too_long (it was admitted, and no instance was free in time).",
         labels=["mode", "tier", "reason"],
     )
     for (mode, tier), counts in sorted(admission.counts.items()):

@@ -147,6 +147,8 @@ class DecodeLeg:
             lines = journey.source.prefill_header + lines
         if journey.local_prefill_reason is not None:
             lines += b"x-fulcrum-local-prefill: %b\r\n" % journey.local_prefill_reason.encode()
+        if journey.output_limit is not None:
+            lines += b"x-fulcrum-degraded: max_tokens=%d\r\n" % journey.output_limit
         return lines if self._request.keep_alive else lines + b"connection: close\r\n"
 
     # --- ResponseObserver --------------------------------------------------------------------------

@@ -130,6 +130,8 @@ class Exchange:
                     self._end_leg_trace(failed=journey.source is None)
             elif action is _SEND_DECODE:
                 assert journey.decode_instance is not None
+                if journey.output_limit is not None:
+                    request.limit_output()
                 self._leg = DecodeLeg(request, journey.decode_instance)
                 if request.trace is not None:
                     self._trace_leg("fulcrum.decode", journey.decode_instance)

@@ -12,7 +12,7 @@ from fulcrum_router.counters import RequestOutcome
 from fulcrum_router.data_path.continuation import Continuation
 from fulcrum_router.data_path.leg_outcomes import LegOutcomes
 from fulcrum_router.fleet.instances import Instance
-from fulcrum_router.http1.bodies import RequestBody, is_stream_without_usage, parse_request_body
+from fulcrum_router.http1.bodies import RequestBody, is_stream_without_usage, limit_output, parse_request_body
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.json_limits import InvalidBody
 from fulcrum_router.http1.output_limits import find_output_limit
@@ -108,6 +108,7 @@ class ServedRequest:
         "failed",
         "first_byte_at_s",
         "is_admitted",
+        "is_degraded",
         "journey",
         "keep_alive",
         "kv_transfer_params",
@@ -131,6 +132,8 @@ class ServedRequest:
     ) -> None:
         self.is_admitted = False
         """Whether its body was parsed, and its journey has begun."""
+        self.is_degraded = False
+        """Whether its output was limited."""
         self.arrival_s = time.monotonic()
         """TTFT counts from here."""
         self.times = RequestTimes(self.arrival_s)
@@ -181,6 +184,13 @@ class ServedRequest:
         )
         self.is_admitted = True
         return journey
+
+    def limit_output(self) -> None:
+        """Limit the output as admission decided."""
+        limit = self.journey.output_limit
+        if limit is not None and not self.is_degraded:
+            self.is_degraded = True
+            self.body = limit_output(self.body, limit, chat=self.is_chat)
 
     def begin_stream(self, *, chunked: bool) -> None:
         """Keep what is needed to continue the stream, whose first byte is sent now."""

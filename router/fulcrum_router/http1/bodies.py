@@ -49,6 +49,7 @@ _REASON_FIELDS = frozenset(
     }
 )
 """Fields that may be the reason for a local prefill."""
+_OUTPUT_LIMIT_FIELDS = ("max_completion_tokens", "max_tokens")
 _INTEGER_FIELDS = frozenset(
     {"max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "truncate_prompt_tokens"}
 )
@@ -331,6 +332,19 @@ def build_decode_body(
 def _combine_salts(request: RequestBody, cache_salt: str) -> str:
     own = request.fields.get("cache_salt")
     return f"{cache_salt}/{own}" if own else cache_salt
+
+
+def limit_output(request: RequestBody, limit: int, *, chat: bool) -> RequestBody:
+    """The same request with at most `limit` output tokens for each choice."""
+    fields = dict(request.fields)
+    named = [name for name in _OUTPUT_LIMIT_FIELDS if fields.get(name) is not None] if chat else []
+    for name in named or ["max_tokens"]:
+        asked = fields.get(name)
+        fields[name] = min(asked, limit) if type(asked) is int and asked > 0 else limit
+    least = fields.get("min_tokens")
+    if type(least) is int and least > limit:
+        fields["min_tokens"] = limit
+    return replace(request, raw=orjson.dumps(fields), fields=fields)
 
 
 def is_stream_without_usage(request: RequestBody) -> bool:

@@ -15,8 +15,9 @@ present ones, a share of 1 - t/t_d still runs after t; of those whose prompts ar
 
 A prompt that takes longer than S_T alone is admitted while an instance is idle: else nobody would serve it.
 
-What is done with a request that would be late depends on its tier: `TierAdmission`. Counting decisions and
-carrying them out is left to the journey.
+What is done with a request that would be late depends on its tier: `TierAdmission`. An admitted request that
+waits in the router is refused when it cannot be in time any more, as predictions err: an engine has not begun
+it yet. Counting decisions and carrying them out is left to the journey.
 """
 
 import math
@@ -24,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from fulcrum_core.values import AdmissionMode
+from fulcrum_core.values import AdmissionMode, OverloadAction
 from fulcrum_router.policy.candidates import InstanceView
 from fulcrum_router.policy.decode_share import KV_SHARE, STEP_SHARE
 from fulcrum_router.policy.dispatch import KV_FULL
@@ -37,6 +38,10 @@ MAX_REQUEST_SHARE = 0.5
 """Share of one decode instance's limit that a request counts as at most: else it would need an empty one."""
 
 
+DEGRADE_FROM = 0.8
+"""Load of decode from which the output of tiers with `OverloadAction.DEGRADE` is limited."""
+
+
 class RefusalReason(StrEnum):
     """Why a request is refused: metric label and `x-fulcrum-refused` header."""
 
@@ -44,6 +49,8 @@ class RefusalReason(StrEnum):
     """The first token of the request would be late."""
     DECODE_FULL = "decode_full"
     """Decode would have no room for it when its prompt is computed."""
+    WAITED_TOO_LONG = "waited_too_long"
+    """It waited in the router until it could not be in time any more, or for the longest time of its tier."""
 
     __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call
 
@@ -52,6 +59,10 @@ class AdmissionDecision(StrEnum):
     """What is done with a request."""
 
     ADMIT = "admit"
+    QUEUE = "queue"
+    """It is served, but late."""
+    DEGRADE = "degrade"
+    """It is served with less output than it asked for."""
     REFUSE = "refuse"
 
     __hash__ = str.__hash__  # see RefusalReason
@@ -63,6 +74,19 @@ class Refusal(NamedTuple):
     reason: RefusalReason
     retry_after_s: int
     message: str
+
+
+class Admitted(NamedTuple):
+    """How a request is served."""
+
+    decision: AdmissionDecision = AdmissionDecision.ADMIT
+    give_up_at_s: float = math.inf
+    """Time at which it is refused if it still waits in the router."""
+    output_limit: int | None = None
+    """Output tokens that it may have; None: as many as it asked for."""
+
+
+ADMITTED = Admitted()
 
 
 class Forecast(NamedTuple):
@@ -78,11 +102,20 @@ class Forecast(NamedTuple):
     """Time that a request spends in decode."""
 
 
+UNKNOWN_FORECAST = Forecast(0.0, 0.0, 0.0, 0.0)
+"""No instance serves."""
+
+
 class TierAdmission(NamedTuple):
     """How requests of one tier are admitted."""
 
     sheddable: bool = True
     """Whether they may be refused."""
+    action: OverloadAction = OverloadAction.REJECT
+    max_queue_s: float = math.inf
+    """Longest wait of a request with action QUEUE."""
+    max_output_tokens: int = 0
+    """Output of a request with action DEGRADE."""
 
 
 DEFAULT_TIER_ADMISSION = TierAdmission()
@@ -114,16 +147,24 @@ class Admission:
         """How requests of this tier are admitted."""
         return self.tiers.get(name, DEFAULT_TIER_ADMISSION)
 
-    def record(self, tier: str, refusal: Refusal | None) -> None:
-        """Count a decision; None: the request was admitted."""
+    def record(self, tier: str, outcome: Refusal | Admitted) -> None:
+        """Count a decision."""
+        counts = self._find_counts(tier)
+        if type(outcome) is Refusal:
+            counts.decisions[AdmissionDecision.REFUSE] += 1
+            counts.refusals[outcome.reason] += 1
+        elif type(outcome) is Admitted:
+            counts.decisions[outcome.decision] += 1
+
+    def record_given_up(self, tier: str) -> None:
+        """Count an admitted request that is refused after it waited."""
+        self._find_counts(tier).refusals[RefusalReason.WAITED_TOO_LONG] += 1
+
+    def _find_counts(self, tier: str) -> TierDecisions:
         counts = self.counts.get((self.mode, tier))
         if counts is None:
             counts = self.counts[self.mode, tier] = TierDecisions()
-        if refusal is None:
-            counts.decisions[AdmissionDecision.ADMIT] += 1
-        else:
-            counts.decisions[AdmissionDecision.REFUSE] += 1
-            counts.refusals[refusal.reason] += 1
+        return counts
 
 
 def predict_admission(
@@ -227,24 +268,47 @@ def _predict_arrived(stay_s: float, after_s: float) -> float:
     return stay_s / (2 * after_s)
 
 
-def judge_request(forecast: Forecast, work: Work, tier: TierAdmission) -> Refusal | None:
-    """Return why a request is refused; None: it is admitted."""
+def judge_request(forecast: Forecast, work: Work, tier: TierAdmission) -> Refusal | Admitted:
+    """Decide what is done with a request; with action DEGRADE the forecast is for the limited output."""
     if not tier.sheddable:
-        return None
+        return ADMITTED
     late_by_s = forecast.ttft_s - max(work.slo.ttft_s, forecast.alone_s)
+    load = forecast.decode_load
+    if late_by_s <= 0 and load <= 1.0:
+        return _admit(forecast, work, tier)
+    drained_after_s = forecast.decode_stay_s * (1.0 - 1.0 / load) if load > 1.0 else 0.0
+    if tier.action is OverloadAction.QUEUE:
+        too_long_by_s = max(forecast.ttft_s - forecast.alone_s, drained_after_s) - tier.max_queue_s
+        if too_long_by_s <= 0:
+            return Admitted(AdmissionDecision.QUEUE, work.arrival_s + tier.max_queue_s)
+        late_by_s, drained_after_s = min(late_by_s, too_long_by_s), min(drained_after_s, too_long_by_s)
     if late_by_s > 0:
-        message = (
-            f"the first token would come after {forecast.ttft_s:.1f} s, the objective is "
-            f"{work.slo.ttft_s:g} s"
-        )
-        return _refuse(RefusalReason.PREFILL_FULL, late_by_s, message)
-    if forecast.decode_load > 1.0:
-        drained_s = forecast.decode_stay_s * (1.0 - 1.0 / forecast.decode_load)
-        message = f"decode would have {100 * forecast.decode_load:.0f} % of the tokens that it can serve"
-        return _refuse(RefusalReason.DECODE_FULL, drained_s, message)
-    return None
+        return _refuse(RefusalReason.PREFILL_FULL, late_by_s, _explain_late(forecast, work))
+    message = f"decode would have {100 * load:.0f} % of the tokens that it can serve in time"
+    return _refuse(RefusalReason.DECODE_FULL, drained_after_s, message)
+
+
+def _admit(forecast: Forecast, work: Work, tier: TierAdmission) -> Admitted:
+    if tier.action is OverloadAction.QUEUE:
+        return Admitted(give_up_at_s=work.arrival_s + tier.max_queue_s)
+    # From then on it would be late even if an instance was idle.
+    give_up_at_s = work.deadline_s - min(forecast.alone_s, work.slo.ttft_s)
+    limit = tier.max_output_tokens
+    is_short = 0 < work.output_limit <= limit
+    if tier.action is OverloadAction.DEGRADE and forecast.decode_load > DEGRADE_FROM and not is_short:
+        return Admitted(AdmissionDecision.DEGRADE, give_up_at_s, limit)
+    return Admitted(give_up_at_s=give_up_at_s)
+
+
+def refuse_waiting(forecast: Forecast, work: Work) -> Refusal:
+    """Refuse a request that has waited in the router for too long; the forecast is for one that arrives."""
+    wait_s = forecast.ttft_s - max(work.slo.ttft_s, forecast.alone_s)
+    return _refuse(RefusalReason.WAITED_TOO_LONG, wait_s, "no instance was free in time")
+
+
+def _explain_late(forecast: Forecast, work: Work) -> str:
+    return f"the first token would come after {forecast.ttft_s:.1f} s, the objective is {work.slo.ttft_s:g} s"
 
 
 def _refuse(reason: RefusalReason, wait_s: float, message: str) -> Refusal:
-    retry_after_s = max(1, math.ceil(min(wait_s, MAX_RETRY_AFTER_S)))
-    return Refusal(reason, retry_after_s, message)
+    return Refusal(reason, max(1, math.ceil(min(wait_s, MAX_RETRY_AFTER_S))), message)

@@ -23,16 +23,21 @@ class OutputLengths:
     A prompt length without any answers yet gets the mean over all.
     """
 
-    __slots__ = ("_all", "_by_key")
+    __slots__ = ("_all", "_by_key", "_served")
 
     def __init__(self) -> None:
         self._all = (0, DEFAULT_OUTPUT_TOKENS)
+        self._served = (0, DEFAULT_OUTPUT_TOKENS)
         self._by_key: OrderedDict[tuple[str, int], tuple[int, float]] = OrderedDict()
 
     @property
-    def mean(self) -> float:
-        """Mean over all answers."""
-        return self._all[1]
+    def mean_served(self) -> float:
+        """Mean over all answers, also those that admission cut short."""
+        return self._served[1]
+
+    def record_served(self, output_tokens: int) -> None:
+        """Count an answer in `mean_served`."""
+        self._served = _update(self._served, output_tokens)
 
     def predict(self, tenant: str, prompt_tokens: int) -> float:
         """Predict the output tokens of a request."""

@@ -78,6 +78,9 @@ class Waiter(Protocol):
     def give_way(self) -> None:
         """Call `leave` and fail: the room is full, and a request that goes first takes its place."""
 
+    def give_up(self, now_s: float) -> None:
+        """Call `leave` and fail: the request has waited for too long."""
+
     @property
     def excludes_instances(self) -> bool:
         """Whether some instances are ruled out for this request: then others may pass it."""
@@ -165,6 +168,7 @@ class Level:
         "in_time_prefill_s",
         "lines",
         "passed_hold_s",
+        "prefill_s",
         "priority",
         "ttft_s",
     )
@@ -176,7 +180,8 @@ class Level:
         """Lines of the tenants that have waiting requests."""
         self.due_at_s = 0.0
         """Prefill work that has left the room, at which this level may go before higher ones."""
-        self.in_time_prefill_s = 0.0
+        self.in_time_prefill_s = self.prefill_s = 0.0
+        """Prefill work of the requests that wait: of those in time, and of all."""
         self.held = False
         """Whether a request of it waits for decode, not for prefill, and can still be in time."""
         self.passed_hold_s = -math.inf
@@ -207,7 +212,7 @@ class Level:
         """Drop the line of a tenant none of whose requests waits."""
         del self.lines[line.tenant]
         if not self.lines:
-            self.in_time_prefill_s, self.held = 0.0, False
+            self.in_time_prefill_s, self.prefill_s, self.held = 0.0, 0.0, False
 
     def find_longest(self) -> Line | None:
         """The line with the most requests, of several the last tenant by name; None if no request waits."""

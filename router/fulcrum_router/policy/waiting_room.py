@@ -41,6 +41,7 @@ class WaitingRoom:
     __slots__ = (
         "_again",
         "_departed_s",
+        "_give_ups",
         "_is_busy",
         "_levels",
         "_levels_in_order",
@@ -61,6 +62,8 @@ class WaitingRoom:
         """All levels, by descending priority."""
         self._departed_s = 0.0
         """Prefill work of all requests that have left for an instance, in seconds."""
+        self._give_ups: list[tuple[float, int, WaitingRequest]] = []
+        """When requests give up, by time. May hold requests that have left."""
         self.members: dict[Waiter, WaitingRequest] = {}
         self.open_charges: dict[Charge, None] = {}
         """Charges of the requests in flight."""
@@ -97,21 +100,38 @@ class WaitingRoom:
         """Whether a request of this priority waits for room in decode: newcomers do not pass it at once."""
         return self._find_level(priority).held
 
-    def find_backlog_s(self, priority: int) -> float:
-        """Prefill time of the requests in time that go before one of this priority that joins, in seconds."""
-        return sum(level.in_time_prefill_s for level in self._levels_in_order if level.priority >= priority)
+    def find_backlog_s(self, priority: int, *, with_late: bool = False) -> float:
+        """Prefill time of the requests that go before one of this priority that joins, in seconds.
+
+        Late requests of its level count if it is to be served late, too (`with_late`).
+        """
+        higher_s = sum(
+            level.in_time_prefill_s for level in self._levels_in_order if level.priority > priority
+        )
+        own = self._levels.get(priority)
+        if own is None:
+            return higher_s
+        return higher_s + (own.prefill_s if with_late else own.in_time_prefill_s)
 
     def find_counters(self, priority: int) -> TokenCounters:
         """The virtual token counters of the tenants in tiers of this priority."""
         return self._find_level(priority).counters
 
-    def join(self, waiter: Waiter, *, prefill_s: float, work_s: float | None = None) -> bool:
+    def join(
+        self,
+        waiter: Waiter,
+        *,
+        prefill_s: float,
+        work_s: float | None = None,
+        give_up_at_s: float = math.inf,
+    ) -> bool:
         """Let a request wait; False: the room is full of requests that come before it.
 
         Args:
             waiter: The request.
             prefill_s: Work of prefill instances that it brings, in seconds.
             work_s: Time to compute its prompt wherever that is, in seconds (default: `prefill_s`).
+            give_up_at_s: When it gives up waiting, if it still does.
         """
         work_s = prefill_s if work_s is None else work_s
         if len(self.members) >= self._max_requests and not self._make_room(waiter):
@@ -125,6 +145,9 @@ class WaitingRoom:
         line.push(request)
         self.prefill_s += prefill_s
         level.in_time_prefill_s += prefill_s
+        level.prefill_s += prefill_s
+        if give_up_at_s < math.inf:
+            heapq.heappush(self._give_ups, (give_up_at_s, number, request))
         return True
 
     def leave(self, waiter: Waiter) -> None:
@@ -137,16 +160,27 @@ class WaitingRoom:
         # Adding and subtracting floats leaves a rounding error: reset the sums when nobody waits.
         self.prefill_s = self.prefill_s - request.prefill_s if self.members else 0.0
         level.in_time_prefill_s = max(0.0, level.in_time_prefill_s - request.prefill_s * request.in_time)
+        level.prefill_s -= request.prefill_s
         line.count -= 1
         if not line.count:
             level.close_line(line)
+        if not self.members:
+            self._give_ups.clear()
 
     def tick(self, now_s: float) -> None:
         """Charge the output that has appeared, and let requests leave. Called about ten times a second."""
         if self.members:
             for charge in self.open_charges:
                 charge.update()
+            self._let_give_up(now_s)
             self.reconsider(now_s)
+
+    def _let_give_up(self, now_s: float) -> None:
+        give_ups = self._give_ups
+        while give_ups and (give_ups[0][2].gone or give_ups[0][0] <= now_s):
+            request = heapq.heappop(give_ups)[2]
+            if not request.gone:
+                request.waiter.give_up(now_s)
 
     def reconsider(self, now_s: float) -> None:
         """Let requests leave, in order, as long as instances can take them.

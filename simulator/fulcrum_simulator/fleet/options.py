@@ -7,7 +7,8 @@ from enum import StrEnum
 from fulcrum_core.api.meta import format_duration, parse_duration
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import EngineProfile
-from fulcrum_core.values import AdmissionMode, DispatchMode, Slo
+from fulcrum_core.values import AdmissionMode, DispatchMode, OverloadAction, Slo
+from fulcrum_router.policy.admission import DEFAULT_TIER_ADMISSION, TierAdmission
 from fulcrum_simulator.fleet.stepped_engine import LOOKAHEAD_STEPS
 
 BEST_STATIC = "static:best"
@@ -46,7 +47,8 @@ class Policy:
     """A policy and the split that it starts with.
 
     `flip_downtime_s` is how long a flipped instance serves nothing; `token_budget` replaces the profile's.
-    `dispatch` says where requests wait for prefill, `admission` what is done about those that would be late;
+    `dispatch` says where requests wait for prefill, `admission` and `tier_admission` (of all tiers) what is
+    done about those that would be late;
     `resplit_s` is the interval of the clairvoyant split.
     """
 
@@ -57,11 +59,18 @@ class Policy:
     token_budget: int | None = None
     dispatch: DispatchMode = DispatchMode.DIRECT
     admission: AdmissionMode = AdmissionMode.OFF
+    tier_admission: TierAdmission = DEFAULT_TIER_ADMISSION
     resplit_s: float = RESPLIT_S
 
     def __str__(self) -> str:
         queue = _QUEUE if self.dispatch is DispatchMode.QUEUE else ""
-        return self._name_policy() + queue + (_ENFORCE if self.admission is AdmissionMode.ENFORCE else "")
+        return self._name_policy() + queue + self._name_admission()
+
+    def _name_admission(self) -> str:
+        tier = self.tier_admission
+        if self.admission is not AdmissionMode.ENFORCE:
+            return ""
+        return f"+degrade:{tier.max_output_tokens}" if tier.max_output_tokens else _ENFORCE
 
     def _name_policy(self) -> str:
         if self.name is PolicyName.COLD:
@@ -76,6 +85,7 @@ class Policy:
 
 
 _QUEUE, _ENFORCE = "+queue", "+enforce"
+_DEGRADE = re.compile(r"(.+)\+degrade:([1-9]\d{0,6})")
 _SPLIT = re.compile(r"(arrow|balanced|static):(\d+)p(\d+)d")
 _BUDGET = re.compile(r"colocated(?::(\d+))?")
 _TIMED = re.compile(r"(cold|clairvoyant):(\w+)")
@@ -85,7 +95,8 @@ def parse_policy(text: str, *, instances: int) -> Policy:
     """Return the policy of this name; the error message lists all names.
 
     Without a split, flips start from an even one. With "+queue" behind it, requests wait in the router; with
-    "+enforce", those that would miss their objectives are refused.
+    "+enforce", those that would miss their objectives are refused; with "+degrade:TOKENS", answers are
+    limited before that, while decode is nearly full.
 
     Raises:
         InvalidInput: for another text, or a split that does not have `instances` instances or lacks a role.
@@ -94,6 +105,10 @@ def parse_policy(text: str, *, instances: int) -> Policy:
     if name.endswith(_ENFORCE):
         policy = parse_policy(name.removesuffix(_ENFORCE), instances=instances)
         return replace(policy, admission=AdmissionMode.ENFORCE)
+    if found := _DEGRADE.fullmatch(name):
+        tier = TierAdmission(action=OverloadAction.DEGRADE, max_output_tokens=int(found[2]))
+        policy = parse_policy(found[1], instances=instances)
+        return replace(policy, admission=AdmissionMode.ENFORCE, tier_admission=tier)
     if name.endswith(_QUEUE):
         policy = parse_policy(name.removesuffix(_QUEUE), instances=instances)
         return replace(policy, dispatch=DispatchMode.QUEUE)

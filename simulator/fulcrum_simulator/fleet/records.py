@@ -13,6 +13,7 @@ class RequestResult:
         "first_token_s",
         "last_token_s",
         "outcome",
+        "output_tokens",
         "prefill",
         "prefill_end_s",
         "prefill_queue_s",
@@ -24,6 +25,8 @@ class RequestResult:
         self.request = request
         self.outcome: Outcome | None = None
         """None: it still ran when the run ended."""
+        self.output_tokens = request.output_tokens
+        """Of its answer; fewer than it asked for if admission limited them."""
         self.prefill = self.decode = ""
         """Names of the instances that served the two legs last."""
         self.prefill_sent_s = 0.0
@@ -68,7 +71,7 @@ class RequestResult:
         return self.outcome is Outcome.OK and ttft_s is not None and slo.is_met(ttft_s=ttft_s, tpot_s=tpot_s)
 
     def _mean_gap_s(self, first_s: float | None) -> float | None:
-        gaps = self.request.output_tokens - 1
+        gaps = self.output_tokens - 1
         if first_s is None or self.last_token_s is None or not gaps:
             return None
         return (self.last_token_s - first_s) / gaps

@@ -77,17 +77,16 @@ def _measure_goodput(
 ) -> dict[str, float | None]:
     """Measure what was served within the SLO: requests and output tokens per second, share of all tokens."""
     duration_s = result.last_arrival_s - result.first_scored_s
-    output = sum(record.request.output_tokens for record in met)
+    output = sum(record.output_tokens for record in met)
     return {
         "requests_per_s": _share(len(met), duration_s),
         "output_tokens_per_s": _share(output, duration_s),
-        "token_share": _share(_count_tokens(met), _count_tokens(scored)),
+        "token_share": _share(
+            sum(r.request.input_tokens + r.output_tokens for r in met),
+            sum(r.request.input_tokens + r.request.output_tokens for r in scored),
+        ),
         "offered_requests_per_s": _share(len(scored), duration_s),
     }
-
-
-def _count_tokens(records: Iterable[RequestResult]) -> int:
-    return sum(record.request.input_tokens + record.request.output_tokens for record in records)
 
 
 def _describe_flips(result: RunResult) -> dict[str, Any]:

@@ -8,14 +8,16 @@ the measurement of slow pairs.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from fulcrum_core.api.pdassignment import PDAssignmentSpec
 from fulcrum_core.api.router import TimeoutsSpec
 from fulcrum_core.router_state import FlipRequest, RouterState
 from fulcrum_core.values import AdmissionMode, Slo
 from fulcrum_router.policy import FlipProposal, FlipProposalRules, PairKey, TransferOutcome, TransferPairs
+from fulcrum_router.policy.admission import TierAdmission
 from fulcrum_router.policy.failures import Failure
 from fulcrum_router.policy.intervals import CANARY_IDLE_S, PROBE_INTERVAL_S
 from fulcrum_router.policy.journey import JourneyContext
@@ -69,6 +71,7 @@ class SimulatedRouter:
         prefill_ahead_s: float = math.inf,
         priorities: Collection[int] = (),
         admission: AdmissionMode = AdmissionMode.OFF,
+        tiers: Mapping[str, TierAdmission] = MappingProxyType({}),
     ) -> None:
         self.events, self.slo, self.hop_s = events, slo, hop_s
         self.fleet = RoutedFleet(instances)
@@ -84,7 +87,7 @@ class SimulatedRouter:
         self._context = JourneyContext(self.fleet, TransferPairs())
         self._context.waiting_room.prefill_ahead_s = prefill_ahead_s
         self._context.decode_share.set_tiers(priorities, tpot_s=slo.tpot_s)
-        self._context.admission.mode = admission
+        self._context.admission.mode, self._context.admission.tiers = admission, tiers
         self._journeys = SimulatedJourneys(self._context, self)
         if flips is not None:
             self._context.flip_rules = FlipProposalRules(enabled=True, max_decode_load=flips.max_decode_load)
@@ -244,6 +247,8 @@ class SimulatedRouter:
             if leg.is_prefill:
                 record.prefill, record.prefill_sent_s = instance.name, self.events.now_s
             else:
+                if not record.decode:  # else the leg continues an answer
+                    record.output_tokens = leg.request.max_tokens
                 record.decode = instance.name
         leg.request = self._reuse_kv(leg.request, instance)
         _SentLeg(self, leg, instance)

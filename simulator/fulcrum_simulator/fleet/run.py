@@ -175,6 +175,7 @@ class _Simulation:
             else math.inf,
             priorities={request.priority for request in self._workload},
             admission=options.policy.admission,
+            tiers=dict.fromkeys((request.tier for request in self._workload), options.policy.tier_admission),
         )
         for view in views:
             view.instance.on_restart = partial(router.set_serving, view, True)

@@ -265,7 +265,9 @@ class _Run:
 
     def _send_decode(self) -> None:
         transfer = self._transfer if self.journey.has_kv else NoKvTransfer()
-        tokens, self._leg_tokens = self._request.output_tokens - self._tokens_before, 0
+        limit, output_tokens = self.journey.output_limit, self._request.output_tokens
+        output_tokens = output_tokens if limit is None else min(output_tokens, limit)
+        tokens, self._leg_tokens = output_tokens - self._tokens_before, 0
         self._decode_leg = leg = self._build_leg(transfer, max_tokens=tokens, is_prefill=False)
         self._open(leg, self.journey.decode_instance)
 

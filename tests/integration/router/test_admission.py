@@ -1,11 +1,12 @@
 """Requests that would miss their objectives are refused before an engine works for them."""
 
 import asyncio
+import time
 from dataclasses import replace
 
 import aiohttp
 
-from fulcrum_core.values import AdmissionMode
+from fulcrum_core.values import AdmissionMode, OverloadAction
 from fulcrum_router.counters import RequestOutcome
 from fulcrum_router.policy.admission import TierAdmission
 from fulcrum_router.policy.latency_parts import LatencyPart
@@ -65,3 +66,46 @@ async def test_a_tier_that_is_not_sheddable_is_served_however_late(client: aioht
         await wait_until(lambda: len(world["p1"].prefills) == 2, "both requests are sent")
         free.set()
         assert [status for status, _, _ in await asyncio.gather(*tasks)] == [200, 200]
+
+
+async def test_a_degraded_request_asks_the_engine_for_less_and_the_client_is_told(
+    client: aiohttp.ClientSession,
+) -> None:
+    degrade = TierAdmission(action=OverloadAction.DEGRADE, max_output_tokens=7)
+    settings = replace(SETTINGS, default_tier=replace(BASE.default_tier, admission=degrade))
+    async with run_router(FakeEngine("p1"), FakeEngine("d1"), settings=settings) as world:
+        instance = world.router.fleet["d1"]
+        limit = instance.decode_model.max_tokens(BASE.default_tier.slo.tpot_s)
+        busy = instance.ledger.add_decode(tokens=int(0.9 * limit))
+        body = {**PROMPT, "max_tokens": 500, "min_tokens": 20}
+        async with client.post(world.url(), json=body) as response:
+            assert (response.status, response.headers["x-fulcrum-degraded"]) == (200, "max_tokens=7")
+        sent = world["d1"].decodes[0]
+        assert (sent["max_tokens"], sent["min_tokens"], sent["prompt"]) == (7, 7, PROMPT["prompt"])
+        busy.release()
+        async with client.post(world.url(), json=body) as response:
+            assert "x-fulcrum-degraded" not in response.headers
+        assert world["d1"].decodes[1]["max_tokens"] == 500
+
+
+async def test_a_request_that_waits_in_vain_gets_a_429(client: aiohttp.ClientSession) -> None:
+    free = asyncio.Event()
+    patient = TierAdmission(action=OverloadAction.QUEUE, max_queue_s=70.0)
+    settings = replace(
+        SETTINGS, prefill_ahead_s=0.5, default_tier=replace(BASE.default_tier, admission=patient)
+    )
+    async with run_router(
+        FakeEngine("p1", prefill=prefill_when(free)), FakeEngine("d1"), settings=settings
+    ) as world:
+        predict_long_prefills(world)
+        first = asyncio.ensure_future(send(client, world, "premium"))
+        await wait_until(lambda: bool(world["p1"].prefills), "the first request is sent")
+        waiting = asyncio.ensure_future(send(client, world))
+        room = world.router.journeys.waiting_room
+        await wait_until(lambda: len(room) == 1, "the second request waits")
+        room.tick(time.monotonic() + 71.0)
+        status, headers, _ = await waiting
+        assert (status, headers["x-fulcrum-refused"]) == (429, "waited_too_long")
+        free.set()
+        assert (await first)[0] == 200
+        assert world.ledgers_are_empty()

@@ -175,6 +175,55 @@ def test_invalid_spec_is_refused_in_one_line_with_path_value_and_rule(spec: str,
 
 
 @pytest.mark.parametrize(
+    ("spec", "line"),
+    [
+        pytest.param(
+            "{sheddable: 1}", "spec.sheddable (1) is neither true nor false", id="sheddable as a number"
+        ),
+        pytest.param(
+            "{admission: {mode: Shed}}",
+            "spec.admission.mode (Shed) is not one of 'Reject', 'Queue' or 'Degrade'",
+            id="an unknown mode",
+        ),
+        pytest.param(
+            "{admission: {mode: Queue, maxQueueTime: 0s}}",
+            "spec.admission.maxQueueTime (0s) is not greater than 0",
+            id="no time to wait",
+        ),
+        pytest.param(
+            "{admission: {mode: Queue, maxQueueTime: -5s}}",
+            "spec.admission.maxQueueTime (-5s) is not a duration such as 1s, 50ms or 1h30m",
+            id="a negative time",
+        ),
+        pytest.param(
+            "{admission: {mode: Degrade, maxOutputTokens: 0}}",
+            "spec.admission.maxOutputTokens (0) is less than 1",
+            id="no output",
+        ),
+        pytest.param(
+            "{admission: {mode: Degrade}}",
+            "spec.admission ({mode: Degrade}) has mode Degrade without maxOutputTokens: write it",
+            id="Degrade without a limit",
+        ),
+        pytest.param(
+            "{admission: {maxOutputTokens: 5}}",
+            "spec.admission ({maxOutputTokens: 5}) has maxOutputTokens, which has no effect: it needs "
+            "mode Degrade",
+            id="a limit without Degrade",
+        ),
+        pytest.param(
+            "{admission: {maxQueueTime: 5s}}",
+            "spec.admission ({maxQueueTime: 5s}) has maxQueueTime, which has no effect: it needs mode Queue",
+            id="a time without Queue",
+        ),
+    ],
+)
+def test_an_invalid_tier_is_refused_in_one_line(spec: str, line: str) -> None:
+    head = HEAD.replace("PDService", "QoSTier")
+    assert refusal(f"{head}spec: {spec}\n") == f"chat.yaml[0]: {line}"
+
+
+@pytest.mark.parametrize(
     ("text", "line"),
     [
         pytest.param("", "chat.yaml (empty) holds no object", id="nothing"),

@@ -7,6 +7,7 @@ import math
 
 from fulcrum_core.api import conditions
 from fulcrum_core.values import Role
+from fulcrum_router.policy.admission import Admitted, Refusal
 from fulcrum_router.policy.dispatch import (
     NO_FLIP_PROPOSALS,
     Dispatch,
@@ -226,11 +227,12 @@ class JourneyChoices(RequestRecord[V]):
     def _is_refused(self, now_s: float) -> bool:
         """Decide once whether the request is admitted, after a flip that it asked for: that may make room."""
         self._is_judged = True
-        self.refusal = refusal = self._context.judge(self.work, now_s)
-        if refusal is None:
-            return False
-        self.stop_reason = StopReason.REFUSED
-        return True
+        outcome = self._context.judge(self.work, now_s)
+        if type(outcome) is Admitted:
+            _, self._give_up_at_s, self.output_limit = outcome
+        elif type(outcome) is Refusal:
+            self.refusal, self.stop_reason = outcome, StopReason.REFUSED
+        return self.refusal is not None
 
     # --- the waiting room --------------------------------------------------------------------------
 
@@ -313,7 +315,9 @@ class JourneyChoices(RequestRecord[V]):
         context, tokens = self._context, self.work.prompt_tokens
         candidates = context.fleet.candidates
         work_s = (candidates.prefill or candidates.decode)[0].prefill_model.ttft_s(tokens)
-        if not context.waiting_room.join(self, prefill_s=prefill_s, work_s=work_s):
+        if not context.waiting_room.join(
+            self, prefill_s=prefill_s, work_s=work_s, give_up_at_s=self._give_up_at_s
+        ):
             self.stop_reason = StopReason.FULL
             return self._end(now_s, Action.FAIL)
         self.state = _WAITING
@@ -333,6 +337,14 @@ class JourneyChoices(RequestRecord[V]):
         """See `waiting_room.Waiter`."""
         self.stop_reason = StopReason.FULL
         action = self._end(self.work.arrival_s, Action.FAIL)  # nothing that a time is recorded of is open
+        if self.on_moved is not None:
+            self.on_moved(action)
+
+    def give_up(self, now_s: float) -> None:
+        """See `waiting_room.Waiter`."""
+        self.stop_reason = StopReason.REFUSED
+        self.refusal = self._context.refuse_waiting(self.work, now_s)
+        action = self._end(now_s, Action.FAIL)
         if self.on_moved is not None:
             self.on_moved(action)
 

@@ -8,8 +8,19 @@ import math
 from collections.abc import Mapping
 from typing import Generic, Protocol, TypeVar
 
-from fulcrum_core.values import AdmissionMode, Role
-from fulcrum_router.policy.admission import Admission, Refusal, judge_request, predict_admission
+from fulcrum_core.values import AdmissionMode, OverloadAction, Role
+from fulcrum_router.policy.admission import (
+    ADMITTED,
+    UNKNOWN_FORECAST,
+    Admission,
+    Admitted,
+    Forecast,
+    Refusal,
+    TierAdmission,
+    judge_request,
+    predict_admission,
+    refuse_waiting,
+)
 from fulcrum_router.policy.candidates import Candidates, InstanceView
 from fulcrum_router.policy.decode_share import DecodeShare
 from fulcrum_router.policy.demand import Demand
@@ -137,31 +148,48 @@ class JourneyContext(Generic[V]):
             return
         self.demand.record(tenant=work.tenant, prompt_tokens=tokens, prefill_s=prefill_s)
 
-    def judge(self, work: Work, now_s: float) -> Refusal | None:
-        """Decide whether a request is admitted, and count it; the refusal to carry out, or None.
+    def judge(self, work: Work, now_s: float) -> Refusal | Admitted:
+        """Decide whether and how a request is served, and count it; in mode Advise every one is.
 
         Without an instance there is nothing to predict by: the request fails as it would without admission.
         """
-        admission, candidates, room = self.admission, self.fleet.candidates, self.waiting_room
+        admission = self.admission
+        tier = admission.find_tier(work.tier)
+        forecast = self._predict_admission(work, now_s, tier)
+        if forecast is None:
+            return ADMITTED
+        outcome = judge_request(forecast, work, tier)
+        admission.record(work.tier, outcome)
+        return outcome if admission.mode is _ENFORCE else ADMITTED
+
+    def refuse_waiting(self, work: Work, now_s: float) -> Refusal:
+        """Refuse a request that has waited in the room for too long, and count it."""
+        self.admission.record_given_up(work.tier)
+        newcomer = work._replace(deadline_s=now_s + work.slo.ttft_s)
+        forecast = self._predict_admission(newcomer, now_s, self.admission.find_tier(work.tier))
+        return refuse_waiting(forecast or UNKNOWN_FORECAST, newcomer)
+
+    def _predict_admission(self, work: Work, now_s: float, tier: TierAdmission) -> Forecast | None:
+        candidates, room, lengths = self.fleet.candidates, self.waiting_room, self.demand.lengths
         able = candidates.prefill or candidates.decode
         if not able:
             return None
-        output_tokens = self.demand.lengths.predict(work.tenant, work.prompt_tokens)
+        waits = tier.action is OverloadAction.QUEUE
         highest = self.decode_share.highest
-        forecast = predict_admission(
+        output_tokens = lengths.predict(work.tenant, work.prompt_tokens)
+        return predict_admission(
             able,
             candidates.decode,
             work,
             now_s=now_s,
-            backlog_s=room.find_backlog_s(work.priority) if room.members else 0.0,
-            output_tokens=min(output_tokens, work.output_limit or math.inf),
-            mean_output_tokens=self.demand.lengths.mean,
+            backlog_s=room.find_backlog_s(work.priority, with_late=waits) if room.members else 0.0,
+            output_tokens=min(
+                output_tokens, work.output_limit or math.inf, tier.max_output_tokens or math.inf
+            ),
+            mean_output_tokens=lengths.mean_served,
             delays=self.pairs.prefill_delays,
             leaves_room=highest is not None and work.priority < highest,
         )
-        refusal = judge_request(forecast, work, admission.find_tier(work.tier))
-        admission.record(work.tier, refusal)
-        return refusal if admission.mode is _ENFORCE else None
 
     def is_hopeless(self, work: Work, *, own_s: float, able: int) -> bool:
         """Whether a request that joins those who wait would be late even with one prefill instance more.

@@ -164,8 +164,10 @@ class Journey(JourneyChoices[V]):
         if output_tokens is None and self.decode_entry is not None:
             output_tokens = self.decode_entry.output_tokens
         if output_tokens and not self.continues:
-            work = self.work
-            self._context.demand.lengths.learn(work.tenant, work.prompt_tokens, output_tokens)
+            work, lengths, limit = self.work, self._context.demand.lengths, self.output_limit
+            lengths.record_served(output_tokens)
+            if limit is None or output_tokens < limit:  # else its length is not known
+                lengths.learn(work.tenant, work.prompt_tokens, output_tokens)
         return self._end(now_s, _END)
 
     def decode_failed(

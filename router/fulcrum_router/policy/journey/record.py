@@ -4,6 +4,7 @@
 one place, so that nothing is left in a ledger whatever way the journey ends.
 """
 
+import math
 from collections.abc import Callable
 from typing import Generic
 
@@ -35,6 +36,7 @@ class RequestRecord(Generic[V]):
         "_decode_attempts",
         "_failed_decode",
         "_failed_prefill",
+        "_give_up_at_s",
         "_is_judged",
         "_last_action",
         "_lease_from_s",
@@ -57,6 +59,7 @@ class RequestRecord(Generic[V]):
         "local_prefill_reason",
         "must_recompute",
         "on_moved",
+        "output_limit",
         "predicted_ttft",
         "prefill_computed_for_s",
         "prefill_instance",
@@ -73,6 +76,12 @@ class RequestRecord(Generic[V]):
 
     refusal: Refusal | None
     """Why the request was not admitted."""
+    on_moved: Callable[[Action], None] | None
+    """Called with the next action when the request leaves the waiting room."""
+    output_limit: int | None
+    """Output tokens that admission allows; None: as many as the client asked for."""
+    _give_up_at_s: float
+    """When the request is refused if it still waits in the room."""
     _is_judged: bool
     """Whether admission has decided, or need not; then the request is not refused later."""
     must_recompute: bool
@@ -92,8 +101,7 @@ class RequestRecord(Generic[V]):
         """What its tenant was charged; None in mode Direct, and until it is sent."""
         self._no_prefill_leg = local_prefill_reason
         """Why the request gets no prefill leg; None: it gets one."""
-        self.on_moved: Callable[[Action], None] | None = None
-        """Called with the next action when the request leaves the waiting room."""
+        self.on_moved = None
         self.state, self.wait_until_s = _ARRIVED, 0.0
         self.protocol: TransferProtocol = NIXL_PULL
         self.prefill_instance: V | None = None
@@ -127,7 +135,8 @@ class RequestRecord(Generic[V]):
         self.failed_status = 0
         """HTTP status with which the engine failed it; 0: none."""
         self.stop_reason: StopReason | None = None
-        self.refusal, self._is_judged = None, context.admission.mode is _OFF
+        self.refusal = self.output_limit = None
+        self._give_up_at_s, self._is_judged = math.inf, context.admission.mode is _OFF
         self.decode_entry: DecodeEntry | None = None
         self._prefill_entry: PrefillEntry | None = None
         self._reservation: Reservation | None = None

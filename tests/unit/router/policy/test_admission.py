@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from fulcrum_core.values import AdmissionMode, Slo
+from fulcrum_core.values import AdmissionMode, OverloadAction, Slo
 from fulcrum_router.policy import TransferPairs
 from fulcrum_router.policy.admission import (
     AdmissionDecision,
+    Admitted,
     Forecast,
     Refusal,
     RefusalReason,
@@ -52,9 +53,66 @@ def forecast(
 def test_a_request_is_refused_if_it_would_be_late_or_decode_full(
     found: Forecast, tier: TierAdmission, reason: str | None, retry_after_s: int
 ) -> None:
-    refusal = judge_request(found, work(100), tier)
-    shown = (None, 0) if refusal is None else (refusal.reason, refusal.retry_after_s)
+    outcome = judge_request(found, work(100), tier)
+    shown = (outcome.reason, outcome.retry_after_s) if isinstance(outcome, Refusal) else (None, 0)
     assert shown == (reason, retry_after_s)
+
+
+QUEUE = TierAdmission(action=OverloadAction.QUEUE, max_queue_s=5.0)
+DEGRADE = TierAdmission(action=OverloadAction.DEGRADE, max_output_tokens=50)
+
+
+@pytest.mark.parametrize(
+    ("found", "tier", "admitted"),
+    [
+        pytest.param(
+            forecast(alone_s=0.1), EVERY_TIER, Admitted(give_up_at_s=0.9), id="until it cannot be in time"
+        ),
+        pytest.param(
+            forecast(ttft_s=3.0, alone_s=3.0), EVERY_TIER, Admitted(give_up_at_s=0.0), id="never in time"
+        ),
+        pytest.param(forecast(), QUEUE, Admitted(give_up_at_s=5.0), id="Queue: for the longest wait"),
+        pytest.param(
+            forecast(ttft_s=5.0), QUEUE, Admitted(AdmissionDecision.QUEUE, 5.0), id="Queue: served late"
+        ),
+        pytest.param(
+            forecast(load=5.0), QUEUE, Admitted(AdmissionDecision.QUEUE, 5.0), id="Queue: waits for decode"
+        ),
+        pytest.param(
+            forecast(load=0.9),
+            DEGRADE,
+            Admitted(AdmissionDecision.DEGRADE, 0.9, 50),
+            id="Degrade: less output while decode is nearly full",
+        ),
+        pytest.param(forecast(load=0.7), DEGRADE, Admitted(give_up_at_s=0.9), id="Degrade: decode has room"),
+    ],
+)
+def test_an_admitted_request_is_served_as_its_tier_says(
+    found: Forecast, tier: TierAdmission, admitted: Admitted
+) -> None:
+    assert judge_request(found, work(100), tier) == admitted
+
+
+@pytest.mark.parametrize(
+    ("found", "tier", "reason", "retry_after_s"),
+    [
+        pytest.param(forecast(ttft_s=8.1), QUEUE, "prefill_full", 3, id="Queue: waits longer than it may"),
+        pytest.param(forecast(load=2.0, stay_s=20.0), QUEUE, "decode_full", 5, id="Queue: decode too full"),
+        pytest.param(forecast(load=1.5), DEGRADE, "decode_full", 2, id="Degrade: less output is not enough"),
+        pytest.param(forecast(ttft_s=3.0), DEGRADE, "prefill_full", 2, id="Degrade: does not help prefill"),
+    ],
+)
+def test_a_tier_refuses_what_it_cannot_help(
+    found: Forecast, tier: TierAdmission, reason: str, retry_after_s: int
+) -> None:
+    outcome = judge_request(found, work(100), tier)
+    assert isinstance(outcome, Refusal)
+    assert (outcome.reason, outcome.retry_after_s) == (reason, retry_after_s)
+
+
+def test_a_request_that_asks_for_little_output_is_not_degraded() -> None:
+    request = work(100, output_limit=50)
+    assert judge_request(forecast(load=0.9), request, DEGRADE) == Admitted(give_up_at_s=0.9)
 
 
 @dataclass(frozen=True)
@@ -201,7 +259,7 @@ def test_an_admitted_request_is_not_refused_when_it_is_tried_again() -> None:
     context.fleet["d1"].ledger.add_decode(tokens=100_000)
     assert journey.prefill_responded(5.0, lease_from_s=5.0, has_params=True) is Action.SEND_DECODE
     decisions = context.admission.counts[AdmissionMode.ENFORCE, "free"].decisions
-    assert decisions == {AdmissionDecision.ADMIT: 1, AdmissionDecision.REFUSE: 0}
+    assert {decision: count for decision, count in decisions.items() if count} == {AdmissionDecision.ADMIT: 1}
 
 
 def test_a_request_that_waits_in_the_router_is_refused_behind_those_that_wait() -> None:
@@ -209,3 +267,50 @@ def test_a_request_that_waits_in_the_router_is_refused_behind_those_that_wait() 
     context.waiting_room.prefill_ahead_s = 0.5
     actions = [Journey(context, work(100, tier="free")).begin(0.0) for _ in range(6)]
     assert actions == [Action.WAIT] * 3 + [Action.FAIL] * 3
+
+
+def test_a_request_that_waits_in_the_router_is_refused_when_it_cannot_be_in_time_any_more() -> None:
+    context = make_context(AdmissionMode.ENFORCE, queued_s=0.6)
+    room = context.waiting_room
+    room.prefill_ahead_s = 0.5
+    journey = Journey(context, work(100, tier="free"))
+    moves: list[Action] = []
+    journey.on_moved = moves.append
+    assert journey.begin(0.0) is Action.WAIT
+    context.fleet["p1"].ledger.add_prefill(tokens=1, predicted_s=9.0, now_s=0.0)
+    room.tick(0.85)
+    assert moves == []
+    room.tick(0.9)
+    assert (moves, journey.refusal and journey.refusal.reason, len(room)) == (
+        [Action.FAIL],
+        RefusalReason.WAITED_TOO_LONG,
+        0,
+    )
+    refusals = context.admission.counts[AdmissionMode.ENFORCE, "free"].refusals
+    assert refusals[RefusalReason.WAITED_TOO_LONG] == 1
+
+
+def test_a_tier_with_action_queue_waits_late_and_gives_up_after_its_time() -> None:
+    context = make_context(AdmissionMode.ENFORCE, queued_s=3.0)
+    context.admission.tiers = {"free": QUEUE}
+    room = context.waiting_room
+    room.prefill_ahead_s = 0.5
+    journey = Journey(context, work(100, tier="free"))
+    assert journey.begin(0.0) is Action.WAIT
+    context.fleet["p1"].ledger.add_prefill(tokens=1, predicted_s=9.0, now_s=0.0)
+    room.tick(4.9)
+    assert len(room) == 1
+    room.tick(5.0)
+    assert (len(room), journey.stop_reason) == (0, StopReason.REFUSED)
+
+
+def test_a_degraded_answer_teaches_no_length_but_the_time_in_decode() -> None:
+    context = make_context(AdmissionMode.ENFORCE, queued_s=0.0)
+    context.admission.tiers = {"free": DEGRADE}
+    context.fleet["d1"].ledger.add_decode(tokens=3_500)
+    journey = Journey(context, work(100, tier="free"))
+    journey.begin(0.0)
+    journey.prefill_responded(0.1, lease_from_s=0.1, has_params=True)
+    journey.decode_ended(1.0, output_tokens=50)
+    lengths = context.demand.lengths
+    assert (journey.output_limit, lengths.predict("", 100), lengths.mean_served) == (50, 100.0, 50.0)

@@ -40,6 +40,9 @@ class FakeWaiter:
     priority: int = 0
     tenant: str = ""
 
+    def give_up(self, now_s: float) -> None:
+        raise AssertionError(f"nobody gives up, also not at {now_s}")
+
     def give_way(self) -> None:
         self.left.append(-self.arrival_s)
         self.room.leave(self)
