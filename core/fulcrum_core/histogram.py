@@ -5,19 +5,36 @@ On the router's data path, therefore plain lists and no Prometheus type; callers
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Exemplar:
+    """One observed value, and the trace of the request that had it."""
+
+    value: float
+    trace_id: int
+    at_s: float
+    """When it was observed, in unix seconds."""
 
 
 class Histogram:
     """Counts per bucket. `bounds` are inclusive upper bounds; the last count is of all larger values."""
 
-    __slots__ = ("bounds", "counts", "sum")
+    __slots__ = ("bounds", "counts", "exemplars", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
+        self.exemplars: dict[int, Exemplar] = {}
+        """The last one of each bucket that has one, by the index of the bucket."""
 
     def observe(self, value: float) -> None:
         """Count one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
+
+    def keep_exemplar(self, exemplar: Exemplar) -> None:
+        """Keep an exemplar of a value that was observed."""
+        self.exemplars[bisect_left(self.bounds, exemplar.value)] = exemplar

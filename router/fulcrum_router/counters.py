@@ -7,7 +7,7 @@ from collections import defaultdict
 from enum import StrEnum
 from operator import add
 
-from fulcrum_core.histogram import Histogram
+from fulcrum_core.histogram import Exemplar, Histogram
 from fulcrum_core.values import Role
 from fulcrum_router.policy.journey import LocalPrefillReason, StopReason
 from fulcrum_router.policy.latency_parts import CAUSES_OF_MISS, PARTS, LatencyPart, find_cause_of_miss
@@ -189,6 +189,15 @@ class Counters:
         met = response_s <= tier.slo.compute_response_limit_s(tokens)
         counters.slo_met += met
         return met
+
+    def keep_exemplars(
+        self, tier: Tier, trace_id: int, *, at_s: float, ttft_s: float | None, response_s: float | None
+    ) -> None:
+        """Keep the latencies of a traced request that was counted; None: it has no such latency."""
+        counters = self.get_tier(tier.name)
+        for histogram, value in ((counters.ttft, ttft_s), (counters.response, response_s)):
+            if value is not None:
+                histogram.keep_exemplar(Exemplar(value, trace_id, at_s))
 
     def record_parts(
         self,

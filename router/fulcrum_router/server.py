@@ -28,7 +28,7 @@ from fulcrum_router.control.auth import Authenticator, ServiceAccountAuthenticat
 from fulcrum_router.control.background_task import background_task
 from fulcrum_router.control.failover import Failover, RouterEndpoint
 from fulcrum_router.control.metrics import build_registry
-from fulcrum_router.control.metrics_port import MetricsPage, make_metrics_app
+from fulcrum_router.control.metrics_port import make_metrics_app
 from fulcrum_router.control.state_port import make_app
 from fulcrum_router.data_path.downstream import ClientServer
 from fulcrum_router.data_path.tls import make_tls_context, reload_certificate
@@ -163,8 +163,8 @@ async def serve(options: RouterOptions, stopped: asyncio.Event, *, announce: Cal
         if state is not None:
             await _open_state_port(stack, router, cluster, options, state)
             ports["state_port"] = _port(state)
-        page = MetricsPage(build_registry(router))
-        await stack.enter_async_context(_serve_app(make_metrics_app(page), metrics))
+        app = make_metrics_app(build_registry(router))
+        await stack.enter_async_context(_serve_app(app, metrics))
         ports["metrics_port"] = _port(metrics)
         await _open_tracer(stack, router, options)
         if watcher is not None and options.lease is not None:

@@ -137,4 +137,6 @@ def _steps(limit: float) -> dashboard.ThresholdsConfig:
 def _build_target(query: Query, number: int) -> prometheus.Dataquery:
     """Build the query of a panel; Grafana names the queries of a panel by letters."""
     target = prometheus.Dataquery().datasource(_SOURCE).expr(query.expr).legend_format(query.legend)
+    if query.exemplars:
+        target = target.exemplar(True)
     return target.ref_id(chr(ord("A") + number)).range()

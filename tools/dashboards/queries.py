@@ -9,6 +9,7 @@ FLIPS = f"sum by (to) (increase(fulcrum_autoscaler_flips_total{{{SELECTOR}}}[{RA
 OFFERED = f"fulcrum_router_requests_offered_total{{{SELECTOR}}}"
 """Requests that arrived."""
 SLO_MET = f"fulcrum_router_requests_slo_met_total{{{SELECTOR}}}"
+_WITH_EXEMPLARS = frozenset({"fulcrum_router_ttft_seconds", "fulcrum_router_response_seconds"})
 ENDED = f'fulcrum_router_requests_total{{{SELECTOR},outcome=~"ok|failed|refused|broken|left_late"}}'
 """Requests that count in the SLO attainment."""
 
@@ -19,6 +20,8 @@ class Query:
 
     expr: str
     legend: str = ""
+    exemplars: bool = False
+    """Whether the panel also shows the traces of some requests as points."""
 
 
 def largest(metric: str, by: str, *, legend: str = "") -> Query:
@@ -34,7 +37,7 @@ def rate(metric: str, by: str) -> Query:
 def quantile(share: float, metric: str, by: str = "tier") -> Query:
     """A quantile of a histogram, by a label."""
     expr = f"histogram_quantile({share}, sum by (le, {by}) (rate({metric}_bucket{{{SELECTOR}}}[{RATE}])))"
-    return Query(expr, f"{_name_series(by)} p{100 * share:g}")
+    return Query(expr, f"{_name_series(by)} p{100 * share:g}", exemplars=metric in _WITH_EXEMPLARS)
 
 
 def quantiles(metric: str, by: str = "tier") -> list[Query]:

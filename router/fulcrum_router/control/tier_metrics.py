@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import accumulate
 
+from prometheus_client import samples
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
 from fulcrum_core.histogram import Histogram
@@ -118,5 +119,10 @@ def build_admission_families(admission: Admission) -> Iterator[Metric]:
 def add_histogram(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
     """Add a histogram with these labels to a family."""
     bounds = (*map(str, histogram.bounds), "+Inf")
-    buckets = list(zip(bounds, accumulate(map(float, histogram.counts)), strict=True))
+    buckets: list[tuple[str, float] | tuple[str, float, samples.Exemplar]] = [
+        *zip(bounds, accumulate(map(float, histogram.counts)), strict=True)
+    ]
+    for index, kept in histogram.exemplars.items():
+        exemplar = samples.Exemplar({"trace_id": f"{kept.trace_id:032x}"}, kept.value, kept.at_s)
+        buckets[index] = (*buckets[index][:2], exemplar)
     family.add_metric(labels, buckets, histogram.sum)

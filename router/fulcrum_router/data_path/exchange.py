@@ -195,21 +195,23 @@ class Exchange:
             request.times.arrival_s,
         )
         tokens: int | None = None
+        ttft_s: float | None = None
+        response_s: float | None = None
         streaming = response.streaming if response is not None else first_byte_at_s is not None
         if first_byte_at_s is None or not (streaming or outcome is _OK):
             met = counters.record_request(request.tier, outcome)
         elif response is not None and not streaming:
-            tokens = self._count_output_tokens(response)
-            met = counters.record_whole_response(request.tier, response_s=end_s - arrival_s, tokens=tokens)
+            tokens, response_s = self._count_output_tokens(response), end_s - arrival_s
+            met = counters.record_whole_response(request.tier, response_s=response_s, tokens=tokens)
         elif response is not None and outcome is _OK:
             tokens = self._count_output_tokens(response)
             took_s = end_s - first_byte_at_s - self._unread_s
             tpot_s = took_s / (tokens - 1) if tokens > 1 else None
-            met = counters.record_request(
-                request.tier, outcome, ttft_s=first_byte_at_s - arrival_s, tpot_s=tpot_s
-            )
+            ttft_s = first_byte_at_s - arrival_s
+            met = counters.record_request(request.tier, outcome, ttft_s=ttft_s, tpot_s=tpot_s)
         else:
-            met = counters.record_request(request.tier, outcome, ttft_s=first_byte_at_s - arrival_s)
+            ttft_s = first_byte_at_s - arrival_s
+            met = counters.record_request(request.tier, outcome, ttft_s=ttft_s)
         parts = request.times.divide(
             end_s,
             first_byte_s=first_byte_at_s,
@@ -220,6 +222,13 @@ class Exchange:
         counters.record_parts(request.tier, outcome, parts, met=met, tokens=tokens)
         if request.trace is not None:
             self._end_trace(end_s, parts, met=met, tokens=tokens)
+            counters.keep_exemplars(
+                request.tier,
+                request.trace.trace_id,
+                at_s=time.time(),
+                ttft_s=ttft_s,
+                response_s=response_s,
+            )
 
     def _trace_leg(self, name: str, instance: Instance) -> None:
         """Begin the span of a leg, and have the engine continue its trace."""

@@ -78,11 +78,11 @@ class _OpenLeg:
 class RequestTrace:
     """The trace of one request, while it is served. Times are monotonic seconds."""
 
-    __slots__ = ("_leg", "_offset_s", "_parent", "_rng", "_sink", "_span_id", "_spans", "_state", "_trace_id")
+    __slots__ = ("_leg", "_offset_s", "_parent", "_rng", "_sink", "_span_id", "_spans", "_state", "trace_id")
 
     def __init__(self, sink: SpanSink, rng: random.Random, parent: TraceParent | None, state: bytes) -> None:
         self._sink, self._rng, self._parent, self._state = sink, rng, parent, state
-        self._trace_id = rng.getrandbits(128) or 1 if parent is None else parent.trace_id
+        self.trace_id = rng.getrandbits(128) or 1 if parent is None else parent.trace_id
         self._span_id = self._make_id()
         self._leg: _OpenLeg | None = None
         self._spans: list[Span] = []
@@ -96,7 +96,7 @@ class RequestTrace:
         self._leg = _OpenLeg(name, instance, self._make_id(), now_s)
         return b"%b%b\r\n%b" % (
             _TRACEPARENT,
-            format_traceparent(self._trace_id, self._leg.span_id),
+            format_traceparent(self.trace_id, self._leg.span_id),
             self._state,
         )
 
@@ -152,7 +152,7 @@ class RequestTrace:
         self._spans.append(
             Span(
                 "fulcrum.request",
-                self._trace_id,
+                self.trace_id,
                 self._span_id,
                 0 if parent is None else parent.span_id,
                 self._offset_s + arrival_s,
@@ -173,7 +173,7 @@ class RequestTrace:
         self._spans.append(
             Span(
                 "fulcrum.kv_transfer",
-                self._trace_id,
+                self.trace_id,
                 self._make_id(),
                 leg.span_id,
                 leg.start_s,
@@ -196,5 +196,5 @@ class RequestTrace:
     ) -> Span:
         start_s, end_s = self._offset_s + start_s, self._offset_s + end_s
         return Span(
-            name, self._trace_id, span_id, self._span_id, start_s, end_s, kind, attributes, error, events
+            name, self.trace_id, span_id, self._span_id, start_s, end_s, kind, attributes, error, events
         )

@@ -8,9 +8,12 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp.test_utils import TestServer
 
 from fulcrum_cluster.tracing import RootSpans, TraceSettings, open_otlp_sender
 from fulcrum_core.spans import parse_traceparent
+from fulcrum_router.control.metrics import build_registry
+from fulcrum_router.control.metrics_port import make_metrics_app
 from fulcrum_router.tracing.request_trace import RequestTracer
 from tests.integration.router.fake_engines import PROMPT, FakeEngine, respond_with_status, run_router
 from tests.integration.router.otlp_receiver import OtlpReceiver, Received, run_otlp_receiver
@@ -80,6 +83,30 @@ def check_spans(receiver: OtlpReceiver, prefill: FakeEngine, decode: FakeEngine)
         assert (f"{sent.trace_id:032x}", f"{sent.span_id:016x}") == (TRACE, span.span_id)
         assert (headers[0]["tracestate"], "traceparent" in headers[1]) == ("a=b", False)
     assert SECRET not in repr(receiver.spans)
+
+
+async def test_a_scraper_of_openmetrics_gets_the_trace_of_a_request(client: aiohttp.ClientSession) -> None:
+    async with run_router(FakeEngine("p1"), FakeEngine("d1")) as world:
+        world.router.tracer = RequestTracer(Discard(), ratio=0.0, rng=random.Random(1))
+        body = {**PROMPT, "stream": True}
+        async with client.post(world.url(), json=body, headers={"traceparent": PARENT}) as response:
+            await response.read()
+        await wait_until(world.ledgers_are_empty, "the request has ended")
+        server = TestServer(make_metrics_app(build_registry(world.router)))
+        async with server:
+            pages = {}
+            for kind in ("application/openmetrics-text", "text/plain"):
+                async with client.get(server.make_url("/metrics"), headers={"accept": kind}) as response:
+                    assert (response.status, response.content_type) == (200, kind)
+                    pages[kind] = await response.text()
+    lines = [line for line in pages["application/openmetrics-text"].splitlines() if TRACE in line]
+    assert [line.partition("{")[0] for line in lines] == ["fulcrum_router_ttft_seconds_bucket"]
+    assert TRACE not in pages["text/plain"]
+
+
+class Discard:
+    def send(self, spans: Any) -> None:
+        """Drop the spans."""
 
 
 async def test_a_failed_request_and_its_failed_leg_are_marked(client: aiohttp.ClientSession) -> None:

@@ -8,9 +8,15 @@ from collections.abc import Iterable
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from fulcrum_core.values import Slo
 from fulcrum_router.control.metrics_port import SLICE_SAMPLES, MetricsPage
+from fulcrum_router.control.tier_metrics import build_tier_families
+from fulcrum_router.counters import Counters, RequestOutcome
+from fulcrum_router.settings import Tier
 from tests.waiting import yield_control
 
 
@@ -62,6 +68,34 @@ async def test_a_reader_that_disconnects_does_not_end_the_page_of_the_others() -
     await yield_control(1)
     leaving.cancel()
     assert (await connected).startswith(b"# HELP requests_total")
+
+
+async def test_openmetrics_has_the_trace_of_the_last_request_in_each_bucket() -> None:
+    counters = Counters()
+    tier = Tier("gold", Slo(ttft_s=1.0, tpot_s=0.1))
+    for trace_id, ttft_s in ((7, 0.3), (8, 0.21), (9, 90.0)):
+        counters.record_request(tier, RequestOutcome.OK, ttft_s=ttft_s)
+        counters.keep_exemplars(tier, trace_id, at_s=1000.5, ttft_s=ttft_s, response_s=None)
+
+    class Tiers(Collector):
+        def collect(self) -> Iterable[Metric]:
+            return build_tier_families(counters)
+
+    text = (await MetricsPage(Tiers(), open_metrics=True).read()).decode()
+    kept = {
+        sample.labels["le"]: (sample.exemplar.labels["trace_id"], sample.exemplar.value)
+        for family in text_string_to_metric_families(text)  # type: ignore[no-untyped-call]
+        for sample in family.samples
+        if sample.exemplar is not None
+    }
+    assert kept == {"0.3": (f"{8:032x}", 0.21), "+Inf": (f"{9:032x}", 90.0)}
+    assert b"trace_id" not in await MetricsPage(Tiers()).read()
+
+
+async def test_openmetrics_in_slices_is_the_page_that_the_library_renders() -> None:
+    samples = 3 * SLICE_SAMPLES + 1
+    expected = openmetrics.generate_latest(FakeCollector(samples))  # type: ignore[no-untyped-call]
+    assert await MetricsPage(FakeCollector(samples), open_metrics=True).read() == expected
 
 
 @pytest.mark.parametrize("value", ["plain", "", 'a "quoted" one', "back\\slash", "two\nlines", "ümlaut, {}"])
