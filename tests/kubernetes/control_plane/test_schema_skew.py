@@ -54,12 +54,13 @@ def apply_manifest(cluster: Cluster, path: Path) -> None:
 
 
 def is_settled(api: NamespaceClient, kubelet: FakeKubelet, args: Sequence[str], count: int) -> bool:
-    """Make all engines ready; whether that many have these arguments, and nothing is left to do."""
+    """Make all engines ready; whether that many serve with these arguments, and nothing is left to do."""
     for name in api.names("pods"):
         with contextlib.suppress(LookupError):  # deleted meanwhile
             kubelet.set_ready(name)
     specs = [instance["spec"]["engine"].get("args", []) for instance in api.list("pdinstances")]
-    return specs == [list(args)] * count and api.condition("Progressing")["reason"] == "Settled"
+    serving = list(api.phases().values()) == ["Serving"] * count
+    return serving and specs == [list(args)] * count and api.condition("Progressing")["reason"] == "Settled"
 
 
 @pytest.mark.timeout(240)

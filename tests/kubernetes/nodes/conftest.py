@@ -37,10 +37,17 @@ MODULE_ORDER = (
 )
 
 
+SCENARIO_TIMEOUT_S = 300
+"""Longest time of a scenario, if it has none of its own; the first one starts the cluster, too."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the scenarios by `MODULE_ORDER`; leave other tests in place."""
+    """Order the scenarios by `MODULE_ORDER` and limit their time; leave other tests in place."""
     here = Path(__file__).parent
     ours = [item for item in items if item.path.parent == here]
+    for item in ours:
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SCENARIO_TIMEOUT_S))
     places = {name: place for place, name in enumerate(MODULE_ORDER)}
     ordered = iter(sorted(ours, key=lambda item: places.get(item.path.stem, -1)))
     items[:] = [next(ordered) if item.path.parent == here else item for item in items]
