@@ -88,6 +88,7 @@ class TierState(_WireModel):
     ok: int
     failed: int = Field(description="Requests that failed before the first byte of the response.")
     refused: int = Field(default=0, description="Requests that were not admitted.")
+    limited: int = Field(default=0, description="Requests over the rate limit of their tenant.")
     broken: int = Field(description="Requests that ended with an error event after the first byte.")
     cancelled: int = Field(
         description="Requests whose client disconnected while they could still meet their objectives."
@@ -105,7 +106,7 @@ class TierState(_WireModel):
     def ended(self) -> int:
         """Requests that ended and met the objectives or missed them: the denominator of the attainment.
 
-        Cancelled and invalid requests count as neither.
+        Cancelled, invalid and limited requests count as neither.
         """
         return self.ok + self.failed + self.refused + self.broken + self.left_late
 

@@ -39,6 +39,8 @@ class RequestOutcome(StrEnum):
     """The client got an error of the router instead of a response of an engine."""
     REFUSED = "refused"
     """Not admitted: it would have missed its objectives."""
+    LIMITED = "limited"
+    """Over the rate limit of its tenant; not counted in the attainment."""
     BROKEN = "broken"
     """The stream ended early, after its first byte."""
     CANCELLED = "cancelled"

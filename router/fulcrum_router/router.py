@@ -92,6 +92,9 @@ class Router:
             {-tier.engine_priority for tier in tiers}, tpot_s=min(tier.slo.tpot_s for tier in tiers)
         )
         self.journeys.admission.mode = settings.admission
+        self.journeys.rate_limits.set_limits(
+            {tier.name: tier.tokens_per_minute for tier in tiers if tier.tokens_per_minute is not None}
+        )
         self.journeys.admission.tiers = {tier.name: tier.admission for tier in tiers}
         mode, arrow = settings.autoscaling_mode, settings.flip_policy is FlipPolicy.ARROW
         self.journeys.flip_waits.enabled = mode is AutoscalingMode.AUTO and arrow

@@ -28,6 +28,8 @@ class Tier:
     engine_priority: int = 0
     """`priority` field of requests to engines: the lowest value is scheduled first. 0: not sent."""
     admission: TierAdmission = DEFAULT_TIER_ADMISSION
+    tokens_per_minute: int | None = None
+    """Rate limit of each tenant; None: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +151,14 @@ def _resolve_access(auth: AuthSpec) -> AccessSettings:
 
 def _resolve_tier(tier: QoSTier, slo: Slo) -> Tier:
     own = tier.spec.slo.to_slo() if tier.spec.slo else slo
-    return Tier(tier.metadata.name, own, -tier.spec.priority, _resolve_admission(tier.spec))
+    limit = tier.spec.rate_limit
+    return Tier(
+        tier.metadata.name,
+        own,
+        -tier.spec.priority,
+        _resolve_admission(tier.spec),
+        None if limit is None else limit.tokens_per_minute,
+    )
 
 
 def _resolve_admission(spec: QoSTierSpec) -> TierAdmission:

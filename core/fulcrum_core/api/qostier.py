@@ -97,6 +97,17 @@ class TierAdmissionSpec(ApiModel):
         return self
 
 
+class RateLimitSpec(ApiModel):
+    """How much each tenant of a tier may use."""
+
+    tokens_per_minute: StrictInt = Field(
+        ge=1_000,
+        le=1_000_000_000,
+        description="Prompt and output tokens of each tenant in a minute. Requests over it get status 429 "
+        "with Retry-After. Requests without a tenant share one limit.",
+    )
+
+
 class QoSTierSpec(ApiModel):
     """Priority, objectives and tenants of a tier."""
 
@@ -119,6 +130,11 @@ class QoSTierSpec(ApiModel):
         description="What is done with requests that would miss their objectives, where the service's "
         "router.admission is Enforce.",
     )
+    rate_limit: RateLimitSpec | None = Field(
+        default=None,
+        description="How much each tenant of the tier may use, whatever router.admission is (default: no "
+        "limit). It binds only tenants that cannot choose their own names: see router.auth.",
+    )
     match: TierMatchSpec = Field(
         default_factory=TierMatchSpec,
         description="Whose requests belong to the tier (default: those that name it in x-customer-tier).",
@@ -137,6 +153,7 @@ class QoSTier(Resource):
         PrinterColumn(name="TPOT", type="string", json_path=".spec.slo.tpot"),
         PrinterColumn(name="Admission", type="string", json_path=".spec.admission.mode"),
         PrinterColumn(name="Sheddable", type="boolean", json_path=".spec.sheddable"),
+        PrinterColumn(name="Tokens/min", type="integer", json_path=".spec.rateLimit.tokensPerMinute"),
         PrinterColumn(name="Age", type="date", json_path=".metadata.creationTimestamp"),
     )
 

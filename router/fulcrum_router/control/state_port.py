@@ -98,6 +98,7 @@ def _build_tier_state(name: str, counters: TierCounters) -> TierState:
         ok=counters.requests_by_outcome[RequestOutcome.OK],
         failed=counters.requests_by_outcome[RequestOutcome.FAILED],
         refused=counters.requests_by_outcome[RequestOutcome.REFUSED],
+        limited=counters.requests_by_outcome[RequestOutcome.LIMITED],
         broken=counters.requests_by_outcome[RequestOutcome.BROKEN],
         cancelled=counters.requests_by_outcome[RequestOutcome.CANCELLED],
         left_late=counters.requests_by_outcome[RequestOutcome.LEFT_LATE],

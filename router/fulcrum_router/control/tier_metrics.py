@@ -22,9 +22,9 @@ def _build_outcome_families(counters: Counters) -> Iterator[Metric]:
     requests = CounterMetricFamily(
         "fulcrum_router_requests",
         "Client requests that ended, by QoS tier and outcome: ok, invalid (refused for what they are), "
-        "refused (not admitted), failed (before the first byte of the response), broken (after it), "
-        "cancelled (the client disconnected while its request could still meet the objectives), left_late "
-        "(it disconnected after the request had missed them).",
+        "refused (not admitted), limited (over its tenant's rate limit), failed (before the first byte of "
+        "the response), broken (after it), cancelled (the client disconnected while its request could still "
+        "meet the objectives), left_late (it disconnected after the request had missed them).",
         labels=["tier", "outcome"],
     )
     offered = CounterMetricFamily(
@@ -105,7 +105,8 @@ def build_admission_families(admission: Admission) -> Iterator[Metric]:
         "fulcrum_router_admission_refusals",
         "Client requests that were refused, or with Advise would have been, by QoS tier and reason: "
         "prefill_full (the first token would be late), decode_full (decode would have no room), "
-        "waited_too_long (it was admitted, and no instance was free in time).",
+        "waited_too_long (it was admitted, and no instance was free in time), rate_limit "
+        "(of the tenant).",
         labels=["mode", "tier", "reason"],
     )
     for (mode, tier), counts in sorted(admission.counts.items()):

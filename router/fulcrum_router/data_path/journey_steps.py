@@ -8,6 +8,7 @@ from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1 import responses
 from fulcrum_router.http1.failures import LegFailed
 from fulcrum_router.http1.inline_task import Completion, run_in_asyncio_task
+from fulcrum_router.policy.admission import RefusalReason
 from fulcrum_router.policy.blame import SHED_STATUSES
 from fulcrum_router.policy.journey import Action, Journey, StopReason
 from fulcrum_router.router import Router
@@ -41,7 +42,9 @@ def build_failure_response(
     if reason is not None:
         router.counters.stopped_requests[reason] += 1
     if refusal is not None:
-        return RequestOutcome.REFUSED, responses.build_refusal_response(
+        limited = refusal.reason is RefusalReason.RATE_LIMIT
+        outcome = RequestOutcome.LIMITED if limited else RequestOutcome.REFUSED
+        return outcome, responses.build_refusal_response(
             refusal.reason, refusal.message, retry_after_s=refusal.retry_after_s, close=close
         )
     if reason is StopReason.FULL:

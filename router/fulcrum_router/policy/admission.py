@@ -52,6 +52,9 @@ class RefusalReason(StrEnum):
     WAITED_TOO_LONG = "waited_too_long"
     """It waited in the router until it could not be in time any more, or for the longest time of its tier."""
 
+    RATE_LIMIT = "rate_limit"
+    """Its tenant has used the tokens that its tier allows in a minute."""
+
     __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call
 
 
@@ -160,10 +163,15 @@ class Admission:
         """Count an admitted request that is refused after it waited."""
         self._find_counts(tier).refusals[RefusalReason.WAITED_TOO_LONG] += 1
 
-    def _find_counts(self, tier: str) -> TierDecisions:
-        counts = self.counts.get((self.mode, tier))
+    def record_limited(self, tier: str) -> None:
+        """Count a request over the rate limit of its tenant, which holds in each mode."""
+        self._find_counts(tier, AdmissionMode.ENFORCE).refusals[RefusalReason.RATE_LIMIT] += 1
+
+    def _find_counts(self, tier: str, mode: AdmissionMode | None = None) -> TierDecisions:
+        key = mode or self.mode, tier
+        counts = self.counts.get(key)
         if counts is None:
-            counts = self.counts[self.mode, tier] = TierDecisions()
+            counts = self.counts[key] = TierDecisions()
         return counts
 
 
@@ -304,6 +312,12 @@ def refuse_waiting(forecast: Forecast, work: Work) -> Refusal:
     """Refuse a request that has waited in the router for too long; the forecast is for one that arrives."""
     wait_s = forecast.ttft_s - max(work.slo.ttft_s, forecast.alone_s)
     return _refuse(RefusalReason.WAITED_TOO_LONG, wait_s, "no instance was free in time")
+
+
+def refuse_over_limit(wait_s: float, *, tokens_per_minute: int) -> Refusal:
+    """Refuse a request over the rate limit of its tenant; after a large one for many minutes."""
+    message = f"the tenant has used the {tokens_per_minute:,} tokens a minute of its tier"
+    return Refusal(RefusalReason.RATE_LIMIT, max(1, math.ceil(wait_s)), message)
 
 
 def _explain_late(forecast: Forecast, work: Work) -> str:

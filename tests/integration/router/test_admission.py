@@ -109,3 +109,22 @@ async def test_a_request_that_waits_in_vain_gets_a_429(client: aiohttp.ClientSes
         free.set()
         assert (await first)[0] == 200
         assert world.ledgers_are_empty()
+
+
+async def test_a_tenant_over_its_rate_limit_gets_a_429_that_is_no_miss(client: aiohttp.ClientSession) -> None:
+    settings = replace(
+        SETTINGS,
+        admission=AdmissionMode.OFF,
+        default_tier=replace(BASE.default_tier, tokens_per_minute=1_000),
+    )
+    async with run_router(FakeEngine("p1"), FakeEngine("d1"), settings=settings) as world:
+        body = {**PROMPT, "prompt": "word " * 800}
+        for tenant, expected in (("acme", 200), ("acme", 429), ("globex", 200)):
+            async with client.post(world.url(), json=body, headers={"x-tenant-id": tenant}) as response:
+                assert response.status == expected
+                if expected == 429:
+                    assert response.headers["x-fulcrum-refused"] == "rate_limit"
+                    assert 1 <= int(response.headers["Retry-After"]) <= 120
+        outcomes = world.router.counters.get_tier("default").requests_by_outcome
+        assert (outcomes[RequestOutcome.OK], outcomes[RequestOutcome.LIMITED]) == (2, 1)
+        assert not any(world.router.counters.get_tier("default").misses_by_part.values())

@@ -212,6 +212,26 @@ def test_invalid_spec_is_refused_in_one_line_with_path_value_and_rule(spec: str,
             id="a limit without Degrade",
         ),
         pytest.param(
+            "{rateLimit: {tokensPerMinute: 0}}",
+            "spec.rateLimit.tokensPerMinute (0) is less than 1000",
+            id="no tokens",
+        ),
+        pytest.param(
+            "{rateLimit: {tokensPerMinute: -5}}",
+            "spec.rateLimit.tokensPerMinute (-5) is less than 1000",
+            id="a negative limit",
+        ),
+        pytest.param(
+            "{rateLimit: {tokensPerMinute: 20}}",
+            "spec.rateLimit.tokensPerMinute (20) is less than 1000",
+            id="a limit below one request",
+        ),
+        pytest.param(
+            "{rateLimit: {}}",
+            "spec.rateLimit.tokensPerMinute (nothing) is required",
+            id="a limit without a number",
+        ),
+        pytest.param(
             "{admission: {maxQueueTime: 5s}}",
             "spec.admission ({maxQueueTime: 5s}) has maxQueueTime, which has no effect: it needs mode Queue",
             id="a time without Queue",

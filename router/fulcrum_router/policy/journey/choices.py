@@ -227,12 +227,29 @@ class JourneyChoices(RequestRecord[V]):
     def _is_refused(self, now_s: float) -> bool:
         """Decide once whether the request is admitted, after a flip that it asked for: that may make room."""
         self._is_judged = True
-        outcome = self._context.judge(self.work, now_s)
+        is_known = self._no_prefill_leg is not LocalPrefillReason.PASSED_THROUGH
+        outcome = self._context.judge(self.work, now_s, can_limit_output=is_known)
         if type(outcome) is Admitted:
             _, self._give_up_at_s, self.output_limit = outcome
         elif type(outcome) is Refusal:
             self.refusal, self.stop_reason = outcome, StopReason.REFUSED
         return self.refusal is not None
+
+    def _is_over_limit(self, now_s: float) -> bool:
+        """Take the request's tokens from the rate limit of its tenant; whether it is refused."""
+        self.refusal, taken = self._context.take_tokens(self.work, now_s)
+        if self.refusal is not None:
+            self.stop_reason = StopReason.REFUSED
+            return True
+        self._taken_tokens = taken
+        return False
+
+    def _correct_limit(self, now_s: float, taken: float, action: Action) -> None:
+        """Give back the output that was not generated; all that a request took that was not served."""
+        work, entry, self._taken_tokens = self.work, self.decode_entry, None
+        used = 0 if entry is None else entry.output_tokens
+        unused = taken + work.prompt_tokens if action is Action.FAIL else taken - work.choices * used
+        self._context.give_back_tokens(work, unused, now_s)
 
     # --- the waiting room --------------------------------------------------------------------------
 
@@ -439,6 +456,8 @@ class JourneyChoices(RequestRecord[V]):
             self._close_prefill(now_s)
         if self._transfer_entry is not None:
             self._drop_kv()
+        if self._taken_tokens is not None:
+            self._correct_limit(now_s, self._taken_tokens, action)
         self._release_decode(now_s)
         if self._charge is not None:
             self._context.waiting_room.close_charge(self._charge)

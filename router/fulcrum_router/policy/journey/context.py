@@ -19,6 +19,7 @@ from fulcrum_router.policy.admission import (
     TierAdmission,
     judge_request,
     predict_admission,
+    refuse_over_limit,
     refuse_waiting,
 )
 from fulcrum_router.policy.candidates import Candidates, InstanceView
@@ -29,6 +30,7 @@ from fulcrum_router.policy.engine_deaths import EngineDeaths
 from fulcrum_router.policy.journey.protocols import PROTOCOLS, TransferProtocol
 from fulcrum_router.policy.ledger import Ledger
 from fulcrum_router.policy.pairs import TransferPairs
+from fulcrum_router.policy.rate_limits import RateLimits
 from fulcrum_router.policy.retry_budget import RetryBudget
 from fulcrum_router.policy.waiting_room import WaitingRoom
 from fulcrum_router.policy.work import Work
@@ -104,6 +106,7 @@ class JourneyContext(Generic[V]):
         "flip_waits",
         "pairs",
         "protocols",
+        "rate_limits",
         "retry_budget",
         "shed_until_s",
         "waiting_room",
@@ -121,6 +124,7 @@ class JourneyContext(Generic[V]):
         self.demand = Demand()
         self.flip_rules = NO_FLIP_PROPOSALS
         self.flip_waits = FlipWaits()
+        self.rate_limits = RateLimits()
         self.retry_budget = RetryBudget()
         self.waiting_room = WaitingRoom()
         self.engine_deaths = EngineDeaths()
@@ -148,13 +152,37 @@ class JourneyContext(Generic[V]):
             return
         self.demand.record(tenant=work.tenant, prompt_tokens=tokens, prefill_s=prefill_s)
 
-    def judge(self, work: Work, now_s: float) -> Refusal | Admitted:
+    def take_tokens(self, work: Work, now_s: float) -> tuple[Refusal | None, float]:
+        """Take the tokens of a request from the rate limit of its tenant, if its tier has one.
+
+        Returns the refusal, or None and the output tokens that were taken.
+        """
+        buckets = self.rate_limits.by_tier.get(work.tier)
+        if buckets is None:
+            return None, 0.0
+        output_tokens = self.demand.lengths.predict(work.tenant, work.prompt_tokens)
+        output_tokens = work.choices * min(output_tokens, work.output_limit or math.inf)
+        wait_s = buckets.take(work.tenant, work.prompt_tokens + output_tokens, now_s)
+        if not wait_s:
+            return None, output_tokens
+        self.admission.record_limited(work.tier)
+        return refuse_over_limit(wait_s, tokens_per_minute=buckets.tokens_per_minute), 0.0
+
+    def give_back_tokens(self, work: Work, tokens: float, now_s: float) -> None:
+        """Correct the rate limit by tokens that a request took and did not use; less than 0: take more."""
+        buckets = self.rate_limits.by_tier.get(work.tier)
+        if buckets is not None:
+            buckets.give_back(work.tenant, tokens, now_s)
+
+    def judge(self, work: Work, now_s: float, *, can_limit_output: bool = True) -> Refusal | Admitted:
         """Decide whether and how a request is served, and count it; in mode Advise every one is.
 
         Without an instance there is nothing to predict by: the request fails as it would without admission.
         """
         admission = self.admission
         tier = admission.find_tier(work.tier)
+        if not can_limit_output and tier.action is OverloadAction.DEGRADE:
+            tier = TierAdmission()
         forecast = self._predict_admission(work, now_s, tier)
         if forecast is None:
             return ADMITTED

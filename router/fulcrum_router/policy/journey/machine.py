@@ -76,6 +76,8 @@ class Journey(JourneyChoices[V]):
     def begin(self, now_s: float) -> Action:
         """The request was admitted at `now_s`."""
         context = self._context
+        if context.rate_limits.by_tier and self._is_over_limit(now_s):
+            return self._end(now_s, Action.FAIL)
         context.retry_budget.record_request(now_s)
         context.record_arrival(self.work)
         if context.waiting_room.members:

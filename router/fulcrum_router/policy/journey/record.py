@@ -45,6 +45,7 @@ class RequestRecord(Generic[V]):
         "_prefill_entry",
         "_reservation",
         "_suspicions",
+        "_taken_tokens",
         "_transfer_entry",
         "cached_on",
         "continues",
@@ -82,6 +83,8 @@ class RequestRecord(Generic[V]):
     """Output tokens that admission allows; None: as many as the client asked for."""
     _give_up_at_s: float
     """When the request is refused if it still waits in the room."""
+    _taken_tokens: float | None
+    """Output tokens taken from the rate limit of the tenant; None: it has none."""
     _is_judged: bool
     """Whether admission has decided, or need not; then the request is not refused later."""
     must_recompute: bool
@@ -135,7 +138,7 @@ class RequestRecord(Generic[V]):
         self.failed_status = 0
         """HTTP status with which the engine failed it; 0: none."""
         self.stop_reason: StopReason | None = None
-        self.refusal = self.output_limit = None
+        self.refusal = self.output_limit = self._taken_tokens = None
         self._give_up_at_s, self._is_judged = math.inf, context.admission.mode is _OFF
         self.decode_entry: DecodeEntry | None = None
         self._prefill_entry: PrefillEntry | None = None

@@ -17,7 +17,7 @@ from fulcrum_router.policy.admission import (
     judge_request,
     predict_admission,
 )
-from fulcrum_router.policy.journey import Action, Journey, JourneyContext, StopReason
+from fulcrum_router.policy.journey import Action, Journey, JourneyContext, LocalPrefillReason, StopReason
 from tests.unit.router.builders import SLO, FakeFleet, FakeInstance, instance, work
 
 EVERY_TIER = TierAdmission()
@@ -314,3 +314,11 @@ def test_a_degraded_answer_teaches_no_length_but_the_time_in_decode() -> None:
     journey.decode_ended(1.0, output_tokens=50)
     lengths = context.demand.lengths
     assert (journey.output_limit, lengths.predict("", 100), lengths.mean_served) == (50, 100.0, 50.0)
+
+
+def test_the_output_of_a_request_that_is_passed_through_cannot_be_limited() -> None:
+    context = make_context(AdmissionMode.ENFORCE, queued_s=0.0)
+    context.admission.tiers = {"free": DEGRADE}
+    context.fleet["d1"].ledger.add_decode(tokens=3_500)
+    journey = Journey(context, work(100, tier="free"), local_prefill_reason=LocalPrefillReason.PASSED_THROUGH)
+    assert (journey.begin(0.0), journey.output_limit) == (Action.SEND_DECODE, None)

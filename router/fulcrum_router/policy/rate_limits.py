@@ -1,0 +1,69 @@
+"""Rate limits: the tokens that each tenant of a tier may use in a minute, prompt and output.
+
+Each tenant has a bucket that holds as many tokens as a minute allows, and is filled evenly. A request takes
+its prompt and its predicted output when it arrives, and gives back or takes more when it ends. A request that
+is larger than the bucket passes when the bucket is full, and the tenant then waits for longer: otherwise no
+limit would let it pass.
+
+Requests without a tenant share one bucket. A bucket that is forgotten is full again: tenants are only limited
+if they cannot choose their own names (`spec.router.auth`).
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+MAX_TENANTS = 4_096
+"""Tenants of one tier that are remembered; of more, the one whose last request is the oldest is forgotten."""
+
+
+class TokenBuckets:
+    """The buckets of one tier's tenants. Times are seconds of the caller's clock."""
+
+    __slots__ = ("_buckets", "tokens_per_minute")
+
+    def __init__(self, tokens_per_minute: int) -> None:
+        self.tokens_per_minute = tokens_per_minute
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        """By tenant: tokens, less than 0 after a large request, and since when; by the last request."""
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def take(self, tenant: str, tokens: float, now_s: float) -> float:
+        """Take tokens, and return 0.0; or take none, and return the seconds until there are enough."""
+        limit, left = self.tokens_per_minute, self._find_left(tenant, now_s)
+        missing = min(tokens, limit) - left
+        if missing > 0:
+            return 60.0 * missing / limit
+        self._buckets[tenant] = left - tokens, now_s
+        self._buckets.move_to_end(tenant)
+        if len(self._buckets) > MAX_TENANTS:
+            self._buckets.popitem(last=False)
+        return 0.0
+
+    def give_back(self, tenant: str, tokens: float, now_s: float) -> None:
+        """Give back tokens that were not used; less than 0: take more."""
+        if tenant in self._buckets:
+            left = self._find_left(tenant, now_s) + tokens
+            self._buckets[tenant] = min(left, float(self.tokens_per_minute)), now_s
+
+    def _find_left(self, tenant: str, now_s: float) -> float:
+        limit = float(self.tokens_per_minute)
+        left, since_s = self._buckets.get(tenant, (limit, now_s))
+        return min(limit, left + limit / 60 * max(0.0, now_s - since_s))
+
+
+class RateLimits:
+    """The buckets of all tiers that have a limit."""
+
+    __slots__ = ("by_tier",)
+
+    def __init__(self) -> None:
+        self.by_tier: dict[str, TokenBuckets] = {}
+
+    def set_limits(self, tokens_per_minute: Mapping[str, int]) -> None:
+        """Set the limits by tier; buckets of tiers that keep having one stay as full as they are."""
+        before, self.by_tier = self.by_tier, {}
+        for tier, limit in tokens_per_minute.items():
+            buckets = self.by_tier[tier] = before.get(tier, TokenBuckets(limit))
+            buckets.tokens_per_minute = limit
