@@ -129,7 +129,7 @@ def measure(task: Task) -> Measured:
         load,
         make_options(task.workload, policy),
         range(1, task.seeds + 1),
-        bar=task.bar,
+        attainment_min=task.bar,
         precision=task.precision,
         first=first,
         step=STEP,
@@ -150,7 +150,7 @@ def find_best_split(task: Task, load: Load) -> tuple[str, float]:
         if best[1] and not keeps(load, options, first * task.precision, task.bar):
             continue  # not better than the best one so far
         run = run_policy(
-            load, options, [1], bar=task.bar, precision=task.precision, first=first, step=STEP
+            load, options, [1], attainment_min=task.bar, precision=task.precision, first=first, step=STEP
         ).runs[0]
         if (run.factor or 0.0) > best[0]:
             best, first = (run.factor or 0.0, policy), run.factor or 1.0

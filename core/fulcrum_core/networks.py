@@ -1,4 +1,4 @@
-"""IP networks as users write them."""
+"""Parse IP networks as users write them, and find out whether an address is in one of them."""
 
 import ipaddress
 

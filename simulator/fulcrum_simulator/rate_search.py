@@ -11,13 +11,13 @@ from typing import Generic, TypeVar
 R = TypeVar("R")
 
 RUN_PRECISION = 1.02
-"""Ratio of the lowest factor that misses the bar to the highest that keeps it, for simulated runs."""
+"""Ratio of the lowest factor that is not accepted to the highest that is, for simulated runs."""
 RUN_FACTORS = 2.0**-8, 2.0**10
 
 
 @dataclass(frozen=True, slots=True)
 class FoundFactor(Generic[R]):
-    """The highest factor that kept the bar and its result; None if none did. `trials` were made."""
+    """The highest factor that was accepted, and its result; None if none was. `trials` were made."""
 
     factor: float | None
     result: R | None
@@ -26,17 +26,17 @@ class FoundFactor(Generic[R]):
 
 def find_highest_factor(
     run: Callable[[float], R],
-    keeps_bar: Callable[[R], bool],
+    accepts: Callable[[R], bool],
     *,
     precision: float = RUN_PRECISION,
     factors: tuple[float, float] = RUN_FACTORS,
     first: float = 1.0,
     step: float = 2.0,
 ) -> FoundFactor[R]:
-    """Find the highest factor at which `keeps_bar` holds for the result of `run`.
+    """Find the highest factor of which `accepts` allows the result of `run`.
 
-    `first` is tried first; it is multiplied or divided by `step`, then by its square and so on, until the
-    bar lies between two factors or the limits `factors` are passed.
+    `first` is tried first; it is multiplied or divided by `step`, then by its square and so on, until an
+    accepted and a refused factor are found or the limits `factors` are passed.
     """
     trials = 0
     best: tuple[float, R] | None = None
@@ -44,7 +44,7 @@ def find_highest_factor(
     while factors[0] <= factor <= factors[1] and (not low or high / low > precision):
         result = run(factor)
         trials += 1
-        if keeps_bar(result):
+        if accepts(result):
             low, best = factor, (factor, result)
         else:
             high = factor

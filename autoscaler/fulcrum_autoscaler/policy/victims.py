@@ -1,4 +1,4 @@
-"""Chooses the instance that flips: Arrow's Algorithm 3 (try_flip).
+"""Chooses the instance that flips: Arrow's Algorithm 3 (try_flip); builds the assignment with the flip.
 
 Used by `arrow`, by `balanced` and by the simulator's planners.
 """

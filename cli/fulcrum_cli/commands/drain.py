@@ -1,4 +1,4 @@
-"""`fulcrum drain`: stops sending new requests to an instance until `--undo`."""
+"""`fulcrum drain`: cordons an instance or removes the cordon; with `--wait`, polls until it is drained."""
 
 import asyncio
 

@@ -65,7 +65,7 @@ def _run_compared(compared: ComparedPolicy, options: SimulateOptions, on_run: On
                 options.load,
                 replace(options.run, policy=policy),
                 options.seeds,
-                bar=options.find_rate_share,
+                attainment_min=options.find_rate_share,
                 check_around=options.check_rates,
                 on_run=on_run,
             )
@@ -78,10 +78,10 @@ def _describe_run(run: SeedRun, options: SimulateOptions) -> str:
     text = format_report(run.report)
     if options.find_rate_share is None:
         return text
-    policy, bar = run.report["policy"], f"{100 * options.find_rate_share:g} %"
+    policy, share = run.report["policy"], f"{100 * options.find_rate_share:g} %"
     if run.factor is None:
-        return f"{policy}: no rate reaches an SLO attainment of {bar}; at the first rate:\n{text}"
-    title = f"{policy}: {run.rate_rps:.2f} requests/s at an SLO attainment of {bar} or more"
+        return f"{policy}: no rate reaches an SLO attainment of {share}; at the first rate:\n{text}"
+    title = f"{policy}: {run.rate_rps:.2f} requests/s at an SLO attainment of {share} or more"
     lines = [f"{title} ({run.factor:.3g} x the rate, {run.trials} runs)", text]
     if run.around:
         falls = "falls" if run.is_monotone else "DOES NOT FALL steadily"

@@ -1,4 +1,4 @@
-"""`fulcrum status`: prints services as `kubectl get pds` does, and the instances of a single service."""
+"""`fulcrum status`: prints services as `kubectl get pds` does; a single one with instances and conditions."""
 
 import asyncio
 import time

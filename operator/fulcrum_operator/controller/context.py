@@ -101,7 +101,7 @@ class ReconcileContext:
     engine_images: Callable[[], EngineImages | None] = lambda: None
     """Default images of engines; None if engines are processes, or if the CRDs cannot store an image."""
     sees_nodes: Callable[[], bool] = lambda: True
-    """Whether observations tell which engines are on departing nodes."""
+    """Whether observations show which engines are on departing nodes."""
     after_apply: Callable[[Observed, Plan], Awaitable[Problems]] | None = None
     """Runs after a plan was applied: children, role labels, model reader pod, Events."""
     on_failure: Callable[[PDService, FailureCause], Awaitable[None]] | None = None

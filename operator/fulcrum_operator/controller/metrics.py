@@ -44,7 +44,7 @@ class Metrics:
         )
 
     def record_reconcile(self, namespace: str, service: str, outcome: str, *, took_s: float) -> None:
-        """Count a reconcile that ended now."""
+        """Count a reconcile that ended now, and send its span."""
         self.reconciles.labels(outcome).inc()
         self.reconcile_seconds.observe(took_s)
         if self._spans is not None:

@@ -22,7 +22,7 @@ _Sample = tuple[list[str], float]
 
 
 class ServiceCollector(Collector):
-    """Builds the families from the cached services and instances."""
+    """Builds the families from the cached services, instances and assignments at each scrape."""
 
     def __init__(self, cache: ObjectCache, clock: Clock) -> None:
         self._cache, self._clock = cache, clock

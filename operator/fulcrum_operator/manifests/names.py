@@ -1,4 +1,7 @@
-"""Labels, selectors, accounts, ports and security contexts that several manifests must agree on."""
+"""Labels, selectors, accounts, ports and security contexts on which several manifests must agree.
+
+Also the settings of the installation, which all of them read.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -94,7 +94,7 @@ class Observed:
     """Last assignment that was checked and allowed; None after a restart of the operator."""
 
     sees_nodes: bool = True
-    """Whether `engines` tells which nodes depart; False if the operator may not watch nodes."""
+    """Whether `engines` shows which nodes depart; False if the operator may not watch nodes."""
     engine_images: EngineImages | None = None
     """Default images of engines; None in a local run, where engines are processes."""
     can_read_models: bool = False

@@ -47,7 +47,7 @@ NO_KEYS = KeyTable({}, ())
 
 
 def parse_keys(files: Mapping[str, bytes]) -> KeyTable:
-    """Parse the files, whose names are tenants. A key that two tenants have is nobody's."""
+    """Parse the files, whose names are tenants. A key that two tenants have is refused."""
     keys, problems, shared = dict[bytes, ApiKey](), list[str](), set[bytes]()
     for tenant, content in sorted(files.items()):
         for number, line in enumerate(content.decode("latin-1").splitlines(), 1):

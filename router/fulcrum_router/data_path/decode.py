@@ -1,7 +1,7 @@
 """The decode leg: one attempt to have the output generated and forwarded to the client.
 
 `DecodeResponse` forwards the bytes. This module sends the request, keeps the KV transfer of the leg among
-those that its instance may fetch late, and tells the journey how the leg ended.
+those that its instance may fetch late, and reports the end of the leg to the journey.
 """
 
 import asyncio

@@ -234,7 +234,7 @@ class Leg(Protocol):
     """One request to one engine: an attempt of the prefill or of the decode."""
 
     async def run(self) -> Action:
-        """Called in an inline task: send the leg, tell the journey how it ended, return its next action.
+        """Called in an inline task: send the leg, report its end to the journey, return the next action.
 
         Cancelling aborts the leg.
 

@@ -1,4 +1,4 @@
-"""What a response tells its leg, and asks of it: the port between `decode_response` and `decode`."""
+"""The port by which `decode_response` calls the leg in `decode`: its events, and what the leg decides."""
 
 from typing import Protocol
 

@@ -29,7 +29,7 @@ SHORT_HELD_SHARE: Final = 0.125
 LARGE_SHARE: Final = 0.75
 """Share of the limit that large bodies may take: they leave room for others."""
 UNFINISHED_SHARE: Final = 0.5
-"""Share of bodies that came in part: clients that send slowly keep out nobody who sends at once."""
+"""Share of the limit for bodies that came in part: slow senders leave room for those that send at once."""
 FEW_SHARE: Final = 0.0625
 """Share of the limit up to which values of bodies that are not large are not counted: these may take 12 times
 as much memory as estimated without.
@@ -209,7 +209,7 @@ def make_request_memory() -> RequestMemory:
 
 
 def read_process_bytes() -> int:
-    """Read the memory of this process; 0 where the system does not tell."""
+    """Read the memory of this process; 0 where the system does not report it."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * resource.getpagesize()

@@ -82,6 +82,6 @@ def is_shed_or_failed(status: int) -> bool:
 def is_ambiguous(failure: Failure, status: int) -> bool:
     """Whether engine or request may have caused the failure: a 5xx that sheds no load.
 
-    What another engine answers tells them apart: the same from two engines is the request's.
+    The response of another engine distinguishes them: the same from two engines is caused by the request.
     """
     return failure is Failure.STATUS and status >= 500 and status not in SHED_STATUSES

@@ -1,4 +1,7 @@
-"""Which engines have died lately: how likely a request is that lost two of them by chance."""
+"""Engines that died in the last seconds.
+
+If many die, a request can lose two of them by chance: it may lose more before it is a query of death.
+"""
 
 WINDOW_S = 10.0
 SAME_END_S = 0.1

@@ -37,7 +37,7 @@ class TokenCounters:
         return self._counters.get(tenant, 0.0)
 
     def lift(self, tenant: str, least_waiting: float | None) -> None:
-        """A tenant begins to wait; `least_waiting`: least counter of those who wait, None: nobody does."""
+        """A tenant begins to wait; `least_waiting`: least counter of those that wait, None without one."""
         floor = self._last if least_waiting is None else least_waiting
         self._counters[tenant] = max(self[tenant], floor)
 

@@ -1,20 +1,21 @@
-"""The order of those who wait: by the priority of their tiers, then fair between tenants, then by deadline.
+"""The order of waiting requests: by the priority of their tiers, then fair between tenants, then by deadline.
 
-A *level* holds the tiers of one priority. The highest level goes first, but not for ever: a lower level that
-waits may send a request after the others have sent `AGEING_FACTOR` times the prefill work of its own last
-request (of its first, if it did not wait before). So its next request waits for at most that much work of
-other levels, and one request of each. That is its guaranteed share, 1 in `AGEING_FACTOR` + 1 of the work,
-whatever the higher levels send; long prompts do not make it larger.
+A *level* holds the tiers of one priority. The highest level with a waiting request goes first, with one
+exception: a lower level may send a request after the others have sent `AGEING_FACTOR` times the prefill work
+of its own last request (of its first, if it did not wait before). So its next request waits for at most that
+much work of other levels, and one request of each. A waiting level thus gets at least 1 part in
+`AGEING_FACTOR` + 1 of the work, however much the higher levels send; long prompts do not make its share
+larger.
 
-That share is of prefill. While decode has no room for the next request of a tenant, the tenant is *held*:
-others pass it, also those of lower levels. Not for ever: when it has been held for `MAX_HOLD_S`, that request
-leaves at its turn whether decode has room or not, one request of the level in that time.
+The share is one of prefill work. While decode has no room for the next request of a tenant, the tenant is
+*held*: other tenants pass it, also those of lower levels. After it has been held for `MAX_HOLD_S`, its next
+request leaves at its turn even if decode has no room; in a level, at most one request does so in that time.
 
 In a level, the tenant with the least virtual token counter goes first (`token_counters`). Of one tenant, the
-request with the earliest deadline leaves first. One that no instance can serve in time any more is *late*: it
-lets the tenant's others pass, since its objective is lost whatever happens, and theirs would be lost as well.
-Late requests leave in the order of arrival, when none of the tenant's others waits and as every
-`LATE_EVERY`-th request of the tenant, so that none of them waits for ever.
+request with the earliest deadline leaves first. A request that no instance can serve in time any more is
+*late*. The tenant's other requests pass it: it has missed its objective in any case, and behind it they would
+miss theirs. Late requests leave in the order of arrival: when the tenant has no other waiting request, and as
+every `LATE_EVERY`-th request of the tenant, so that none of them waits for ever.
 """
 
 import heapq
@@ -275,7 +276,7 @@ class Level:
 
 
 def choose_level(levels: list[Level], departed_s: float, passed_over: Collection[Level] = ()) -> Level | None:
-    """The level whose turn is next, of `levels` by descending priority; None if nobody waits.
+    """The level whose turn is next, of `levels` by descending priority; None if no request waits.
 
     Of the lower levels that are due, the one that has been due for longest.
     """

@@ -1,4 +1,4 @@
-"""B4: the largest number of requests whose output tokens any scheduler can produce within both SLOs.
+"""B4: an upper limit of the requests whose output tokens a scheduler can produce within both SLOs.
 
 Only decode work is counted: the steps that a request decodes in, with the least share of their fixed duration
 that the SLO, the KV cache and the batch size allow. Prefill is ignored.
@@ -16,10 +16,10 @@ from fulcrum_simulator.workload.requests import WorkloadRequest
 def count_decodes_on_time_at_most(requests: Sequence[WorkloadRequest], fleet: UniformFleet) -> int:
     """Return an upper limit of the requests that can end by a + S_T + (m-1)·S_D.
 
-    All of them exactly if in every interval the work of the requests that arrive and are due within it fits:
-    the demand-bound function of preemptive scheduling. Otherwise an upper limit: the largest number on time
-    where each deadline is moved back to the latest one of an earlier arrival, or each arrival forward to the
-    earliest one of a later deadline, whichever number is lower. Both only make the problem easier.
+    It is the number of all requests exactly if they all can: if in every interval the work of the requests
+    that arrive and are due within it fits (the demand-bound function of preemptive scheduling). Otherwise two
+    easier problems are solved, and the lower number counts: each deadline is moved back to the latest one of
+    an earlier arrival, or each arrival forward to the earliest one of a later deadline.
     """
     return len(requests) - _count_late_at_least(
         _Decodes(requests, fleet), [request.arrival_s for request in requests], len(requests)

@@ -1,4 +1,4 @@
-"""Runs policies under one load with several seeds, and finds the highest rate at which each keeps a bar."""
+"""Runs policies under one load with several seeds; finds the highest rate with a wanted SLO attainment."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -26,9 +26,10 @@ def ignore_progress(_options: RunOptions, _factor: float) -> Callable[[float], N
 
 @dataclass(frozen=True, slots=True)
 class SeedRun:
-    """One policy with one seed: `factor` is the highest that kept the bar, None if none did.
+    """One policy with one seed: `factor` is the highest with the wanted attainment, None if none has it.
 
-    Without a bar it is the first one. The result is that of the run at `factor`, at 1 if there is none.
+    Without a wanted attainment it is the first one. The result is that of the run at `factor`, at 1 if there
+    is none.
     """
 
     factor: float | None
@@ -45,7 +46,7 @@ class SeedRun:
 
     @property
     def rate_rps(self) -> float:
-        """Requests per second that were offered; 0 if no rate kept the bar."""
+        """Requests per second that were offered; 0 if no rate has the wanted attainment."""
         return 0.0 if self.factor is None else self.report["goodput"]["offered_requests_per_s"] or 0.0
 
     @property
@@ -77,20 +78,20 @@ def run_policy(
     options: RunOptions,
     seeds: Iterable[int],
     *,
-    bar: float | None = None,
+    attainment_min: float | None = None,
     check_around: bool = False,
     precision: float = RUN_PRECISION,
     first: float = 1.0,
     step: float = 2.0,
     on_run: OnRun = ignore_progress,
 ) -> PolicyRuns:
-    """Run the policy of `options` with each seed; with a bar, at the highest rate that keeps it.
+    """Run the policy of `options` with each seed; with `attainment_min`, at the highest rate that reaches it.
 
     The first search starts at the factor `first` with steps of `step`, that of each further seed where the
     one before ended, with short steps.
     """
     runs: list[SeedRun] = []
-    search = _Search(bar, precision, check_around)
+    search = _Search(attainment_min, precision, check_around)
     for seed in seeds:
         near = _NEAR if runs and runs[-1].factor else step
         runs.append(_run_seed(load, replace(options, seed=seed), search, first, near, on_run))
@@ -103,7 +104,7 @@ _NEAR = 1.05
 
 
 class _Search(NamedTuple):
-    bar: float | None
+    attainment_min: float | None
     precision: float
     check_around: bool
 
@@ -126,12 +127,12 @@ def _run_seed(
     def measure(factor: float) -> float:
         return run_at(factor)[0]["attainment"] or 0.0
 
-    bar = search.bar
-    if bar is None:
+    attainment_min = search.attainment_min
+    if attainment_min is None:
         return SeedRun(first, *run_at(first), trials=1)
     found = find_highest_factor(
-        lambda factor: run_at(factor, bar),
-        lambda run: (run[0]["attainment"] or 0.0) >= bar,
+        lambda factor: run_at(factor, attainment_min),
+        lambda run: (run[0]["attainment"] or 0.0) >= attainment_min,
         precision=search.precision,
         first=first,
         step=step,

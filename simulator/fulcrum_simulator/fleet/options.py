@@ -1,4 +1,4 @@
-"""The settings of one simulated run: service, policy, and how far control is from ideal."""
+"""The settings of one simulated run: service, policy, and the delays, errors and failures to simulate."""
 
 import re
 from dataclasses import dataclass, replace
@@ -156,7 +156,7 @@ def list_splits(instances: int) -> list[Policy]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlOptions:
-    """How far control is from ideal. Times are seconds.
+    """Delays, errors and failures by which a real service differs from an ideal one. Times are seconds.
 
     Attributes:
         hop_s: From the router to an engine, and back.

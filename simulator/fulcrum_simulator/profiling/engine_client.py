@@ -91,7 +91,7 @@ class EngineClient:
         """Read model, context length and KV cache of the engine.
 
         Raises:
-            EngineUnusable: if the engine does not tell them as vLLM does.
+            EngineUnusable: if the engine does not report them as vLLM does.
         """
         models = await self._get("/v1/models")
         metrics = await self._get("/metrics")

@@ -1,4 +1,4 @@
-"""The requests of a workload: arrival time and lengths.
+"""The requests of a workload: arrival time, lengths, tenant and tier; and a filter by length.
 
 The sender writes a prompt of that length (`client.prompts`).
 """
