@@ -108,7 +108,7 @@ class CounterFamily:
         self._created = _format_created_lines(name, help_text, series.values(), created_s)
 
     def set(self, value: float, label_value: str = "") -> None:
-        """Set the count of one series; never below the previous one."""
+        """Set the count of one series; the caller never lowers it, which is not checked."""
         self._values[label_value] = value
 
     def render(self) -> str:

@@ -16,10 +16,11 @@ from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdpool import PDPool
 from fulcrum_core.api.pdservice import PDService
-from fulcrum_core.api.qostier import QoSTier
+from fulcrum_core.api.qostier import DEFAULT_MAX_QUEUE_S, QoSTier
 from fulcrum_core.values import AutoscalingMode, Role, Slo
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.observe.objects import StoreWatcher, load_models
+from fulcrum_router.policy.admission import TierAdmission
 from fulcrum_router.router import Router
 from fulcrum_router.settings import Tier
 from tests.objects import make_object
@@ -120,7 +121,7 @@ async def test_roles_endpoints_and_settings_come_from_the_store(watched: Watched
     await wait_for_fleet(watched, START)
     settings = watched.router.settings
     assert settings is not None
-    gold = Tier("gold", Slo(ttft_s=0.1, tpot_s=0.01), -7)
+    gold = Tier("gold", Slo(ttft_s=0.1, tpot_s=0.01), -7, TierAdmission(max_queue_s=DEFAULT_MAX_QUEUE_S))
     assert settings.tiers == {"gold": gold}, "a tier that does not exist is left out"
     assert [settings.find_tier(name) for name in ("gold", "absent", None)] == [
         gold,
