@@ -113,10 +113,11 @@ class Exchange:
     async def _serve(self) -> None:
         """Carry out the actions of the request's journey, one after another."""
         request = self._request
-        if request.client.is_long:
+        is_long = request.client.is_long
+        if is_long:
             await request.router.long_turns.take()
         journey = request.admit(self._parse_body())
-        if request.client.is_long:
+        if is_long:
             await request.router.long_turns.take()
         action = journey.begin(request.arrival_s)
         while action is not _END:

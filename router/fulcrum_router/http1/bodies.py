@@ -282,8 +282,9 @@ def _dump_params(params: dict[str, Any]) -> bytes | None:
     """The parameters for the decode leg; None if a decode engine cannot use them: they would end it."""
     if params.get("do_remote_prefill") is not True:
         return None
-    if any(type(params.get(name)) is not kind for name, kind in _REQUIRED_KV_TRANSFER_PARAMS.items()):
-        return None
+    for name, kind in _REQUIRED_KV_TRANSFER_PARAMS.items():
+        if type(params.get(name)) is not kind:
+            return None
     if not 0 < params["remote_port"] < 65_536:
         return None
     params.pop("remote_prefill_cached_tokens", None)

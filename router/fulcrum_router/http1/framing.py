@@ -142,6 +142,13 @@ class ChunkScanner:
                 long.
         """
         size, position = len(data), self._remaining_bytes
+        if not position and not self._partial_line and not self._in_trailers:
+            # Short path: an event of a stream is one chunk, and comes in one read.
+            line_end = data.find(b"\n")
+            if line_end > 0:
+                length = _parse_chunk_size(data[:line_end])
+                if length and line_end + 3 + length == size and data.endswith(b"\r\n"):
+                    return size
         if position:
             _check_chunk_end(data, position)
         if position > size:

@@ -161,10 +161,13 @@ class EngineConnection:
             return
         self._received_data = True
         try:
-            # Short path: prefill responses, probes and short completions come in one read.
-            if self._head is None and not self._buffer and self._read_complete_response(handler, data):
+            if self._head is not None:
+                self._read_body(handler, data)
                 return
-            body = data if self._head is not None else self._read_head(handler, data)
+            # Short path: prefill responses, probes and short completions come in one read.
+            if not self._buffer and self._read_complete_response(handler, data):
+                return
+            body = self._read_head(handler, data)
             if body is not None:
                 self._read_body(handler, body)
         except ResponseTooLarge as too_large:

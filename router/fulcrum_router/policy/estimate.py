@@ -151,6 +151,8 @@ _PRIOR_WEIGHT = 0.05
 _OUTLIER = 10.0
 """A sample counts as at most so many times the usual duration of its work: an engine that stalled for a
 minute must not decide the model."""
+_MAX_WEIGHT = 1e6
+"""Weight of a sample from which all weights are scaled down to 1."""
 _SHORTEST_S, _LONGEST_S = 1e-9, 1e9
 """Bounds of a duration that can be true; beyond them the squares of `solve` could be 0 or infinite."""
 
@@ -159,7 +161,8 @@ class NonNegativeLeastSquares:
     """Coefficients θ ≥ 0 of y = Σ θ_k·x_k that minimise Σ w·((y − θ·x)/p)²; w decays with a sample's age.
 
     p is what the prior predicts of the sample, and not y: errors relative to y would give the most weight to
-    the samples that came out too short. The normal equations are stored as sums.
+    the samples that came out too short. The normal equations are stored as sums. So that not all sums change
+    with each sample, older ones keep their weight, and each new one weighs more than the one before.
     """
 
     __slots__ = (
@@ -168,6 +171,7 @@ class NonNegativeLeastSquares:
         "_log_weight",
         "_prior_xtx",
         "_prior_xty",
+        "_weight",
         "_xtx",
         "_xty",
         "count",
@@ -183,6 +187,8 @@ class NonNegativeLeastSquares:
         self._prior_xtx, self._prior_xty = self._xtx, self._xty
         self._xtx = [[0.0] * size for _ in range(size)]
         self._xty = [0.0] * size
+        self._weight = 1.0
+        """Of the latest sample in the sums."""
         self._log_scale = self._log_weight = 0.0
         """Decayed sums: logarithm of a sample divided by what the prior predicts, and weight."""
         self.count = 0
@@ -192,36 +198,42 @@ class NonNegativeLeastSquares:
 
         Returns False, and changes nothing, if the sample is unusable.
         """
-        if not _SHORTEST_S <= value <= _LONGEST_S or not all(0 <= x <= _LONGEST_S for x in features):
+        if not _SHORTEST_S <= value <= _LONGEST_S:
             return False
+        for x in features:
+            if not 0 <= x <= _LONGEST_S:
+                return False
         expected = max(prior_value, 1e-6)
         self._log_scale = self._decay * self._log_scale + math.log(value / expected)
         self._log_weight = self._decay * self._log_weight + 1.0
-        for row in self._xtx:
-            row[:] = [self._decay * cell for cell in row]
-        self._xty = [self._decay * cell for cell in self._xty]
         usual = expected * math.exp(self._log_scale / self._log_weight)
-        self._accumulate(features, min(value, _OUTLIER * usual), expected, 1.0)
+        self._weight /= self._decay
+        self._accumulate(features, min(value, _OUTLIER * usual), expected, self._weight)
+        if self._weight > _MAX_WEIGHT:
+            (self._xtx, self._xty), self._weight = self._read_sums(), 1.0
         self.count += 1
         return True
+
+    def _read_sums(self) -> tuple[list[list[float]], list[float]]:
+        """Return the sums in which the latest sample has the weight 1."""
+        scale = 1.0 / self._weight
+        return [[scale * cell for cell in row] for row in self._xtx], [scale * cell for cell in self._xty]
 
     def solve(self) -> tuple[float, ...]:
         """Compute the best coefficients for the samples so far."""
         scale = math.exp(self._log_scale / self._log_weight) if self._log_weight else 1.0
-        xtx = [
-            [a + b for a, b in zip(r, p, strict=True)]
-            for r, p in zip(self._xtx, self._prior_xtx, strict=True)
-        ]
-        xty = [a + b * scale for a, b in zip(self._xty, self._prior_xty, strict=True)]
+        sums, products = self._read_sums()
+        xtx = [[a + b for a, b in zip(r, p, strict=True)] for r, p in zip(sums, self._prior_xtx, strict=True)]
+        xty = [a + b * scale for a, b in zip(products, self._prior_xty, strict=True)]
         return solve_not_negative(xtx, xty)
 
     def _accumulate(self, features: Sequence[float], value: float, expected: float, weight: float) -> None:
         scaled = [x / expected for x in features]
         for i, left in enumerate(scaled):
-            row = self._xtx[i]
+            row, weighted = self._xtx[i], weight * left
             for j, right in enumerate(scaled):
-                row[j] += weight * left * right
-            self._xty[i] += weight * left * value / expected
+                row[j] += weighted * right
+            self._xty[i] += weighted * value / expected
 
 
 _REFIT_EVERY = 32

@@ -144,8 +144,9 @@ class JourneyContext(Generic[V]):
         """
         candidates = self.fleet.candidates
         able = candidates.prefill or candidates.decode
-        tokens = work.prompt_tokens
-        prefill_s = sum(i.prefill_model.ttft_s(tokens) for i in able) / len(able) if able else 0.0
+        tokens, prefill_s = work.prompt_tokens, 0.0
+        for instance in able:
+            prefill_s += instance.prefill_model.ttft_s(tokens) / len(able)
         if prefill_s > work.slo.ttft_s:
             tokens, prefill_s = int(tokens * work.slo.ttft_s / prefill_s), work.slo.ttft_s
         if self.is_hopeless(work, own_s=prefill_s, able=len(able)):

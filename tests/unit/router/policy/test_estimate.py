@@ -122,6 +122,15 @@ def test_samples_of_one_prompt_length_keep_the_prefill_curve_increasing() -> Non
     assert predictor.model.ttft_s(100) < predictor.model.ttft_s(1000) < predictor.model.ttft_s(10_000) < 10
 
 
+def test_an_engine_that_has_changed_is_learned_again_after_thousands_of_samples() -> None:
+    """Weights that grow with each sample are scaled down in time."""
+    predictor = PrefillPredictor()
+    for number in range(4_000):
+        tokens, per_token_s = 100 + number * 37 % 2_000, 1e-4 if number < 3_500 else 3e-4
+        predictor.learn(PrefillSample(tokens, tokens**2, per_token_s * tokens))
+    assert predictor.model.ttft_s(1_000) == pytest.approx(0.3, rel=0.05)
+
+
 def test_an_engine_that_stalls_for_a_minute_does_not_decide_the_model() -> None:
     predictor = PrefillPredictor()
     for number in range(256):
