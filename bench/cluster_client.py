@@ -1,4 +1,4 @@
-"""Our client of an API server beside the async client that `kubernetes` ships: memory and CPU.
+"""Our client of an API server compared with the async client that `kubernetes` ships: memory and CPU.
 
 A server process responds to every patch with a PDInstance, and to every watch with `--events` changes of it.
 Each client runs in a process of its own, the two in turns.

@@ -1,4 +1,4 @@
-"""Hostile load: 37 kinds of hostile clients and 11 of engines at once, beside 50 good requests a second.
+"""Hostile load: 37 kinds of hostile clients and 11 of engines at once, with 50 good requests a second.
 
     make bench NAME=hostile ARGS="[--minutes N] [--rate R] [--seed N]"
 

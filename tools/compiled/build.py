@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (Path("core/fulcrum_core"), Path("router/fulcrum_router"))
 LIBRARY = "fulcrum_compiled"
-"""Name of the shared library with all modules; beside it lies one small extension for each."""
+"""Name of the shared library with all modules; next to it lies one small extension for each."""
 _COMPILE = """
 import sys
 from mypyc.build import mypycify

@@ -29,7 +29,7 @@ def _slo() -> list[Panel]:
     return [
         lines(
             "SLO attainment",
-            "Share of requests that met TTFT and TPOT. Below the objective: look at the causes beside it.",
+            "Share of requests that met TTFT and TPOT. Below the objective: the next panel shows the causes.",
             [
                 Query(f"{_MET} / {_JUDGED}", "{{tier}}"),
                 Query(f"max(fulcrum_operator_slo_objective_ratio{{{SELECTOR}}})", "objective"),

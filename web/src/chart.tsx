@@ -1,4 +1,4 @@
-// A small chart: one line over two minutes, with a dashed line at the objective. Its figures are beside it as text.
+// A small chart: one line over two minutes, with a dashed line at the objective. Its figures are next to it as text.
 
 const WIDTH = 120;
 const HEIGHT = 34;

@@ -162,7 +162,7 @@ def _format_report(errors: tuple[CurveError, ...], fitted: FittedProfile, out: P
         "",
         f"empty step {steps.t0 * 1000:.3g} ms, prompt token {steps.b * 1e6:.3g} µs, "
         f"decoding request {steps.d1 * 1e6:.3g} µs, token of context {steps.d2 * 1e9:.3g} ns, "
-        f"prefill beside decode × {steps.mixed_factor:.3g}; "
+        f"prefill in a step with decodes × {steps.mixed_factor:.3g}; "
         f"outside of steps {fitted.overhead_s * 1000:.3g} ms a request",
         *(warning if off else []),
         f"wrote {out}: pass it as a profile",

@@ -122,7 +122,7 @@ class ClientConnection:
         self._peer = ""
         """IP address of the client, or of the proxy in front of it."""
         self._parsed_bytes = 0
-        """Estimated memory of that request beside its body."""
+        """Estimated memory of that request besides its body."""
         self._unread: list[bytes] = []
         """Received bytes that the reader has not read."""
         self._unread_bytes = 0

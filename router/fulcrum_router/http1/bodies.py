@@ -3,7 +3,7 @@
 The client's JSON is parsed once. The decode body is the client's own bytes with the KV transfer parameters
 appended; it is serialised anew only if the client sent a reserved field or a field has to be replaced.
 
-Engines pass the fields of `vllm_xargs` on to their scheduler, beside `kv_transfer_params`: the reserved ones
+Engines pass the fields of `vllm_xargs` on to their scheduler, with `kv_transfer_params`: the reserved ones
 are removed there, too. A body that names either is serialised anew, so that an engine cannot find in a
 repeated name what the router did not see.
 """

@@ -28,7 +28,7 @@ _PARSE_S_PER_BYTE, _PARSE_S_PER_VALUE, _PARSE_S_PER_CONTAINER, _PARSE_S_PER_NAME
 )
 """Measured with orjson 3.13 on a cloud server's core."""
 _PARSE_S_PER_LONG_DIGIT = 5.4e-9
-"""Beside `_PARSE_S_PER_BYTE`, for digits of decimals that lie between two floating-point numbers."""
+"""Added to `_PARSE_S_PER_BYTE` for digits of decimals that lie between two floating-point numbers."""
 _SHORT_VALUE_BYTES = 8
 """A value of this length, its comma and space included, takes no longer than `_PARSE_S_PER_VALUE`."""
 _MAX_QUOTES = 16_384

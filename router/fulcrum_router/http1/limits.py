@@ -36,7 +36,7 @@ as much memory as estimated without.
 """
 LARGE_BODY_BYTES: Final = 65_536
 KEPT_SHARE: Final = 0.125
-"""Bytes that may be kept to continue broken streams, beside the held ones and as a share of their limit."""
+"""Bytes that may be kept to continue broken streams, besides the held ones and as a share of their limit."""
 TENANT_KEPT_SHARE: Final = 0.125
 """Share of the kept bytes that each tenant may take, and that is left when one takes more."""
 MAX_CONNECTIONS: Final = 16_384
@@ -48,7 +48,7 @@ _RESERVED_FILES: Final = 256 + MAX_HANDSHAKES
 _COPIES = 3
 """A body, its texts when parsed, and the body of the leg that is being sent."""
 _BYTES_PER_SEPARATOR = 64
-"""Memory of one parsed value beside its text: the object, and its place in a list or dictionary."""
+"""Memory of one parsed value besides its text: the object, and its place in a list or dictionary."""
 
 
 class RequestMemory:
@@ -111,7 +111,7 @@ class KeptBytes:
     """Counts what the router keeps of streams to continue them, so that it stays below `max_bytes`.
 
     A tenant may take more than its share as long as the share of another one is free: one tenant alone can
-    use nearly all. Requests without a tenant may take all, since they cannot be told apart.
+    use nearly all. Requests without a tenant may take all, since they cannot be distinguished.
     """
 
     __slots__ = ("_bytes_by_tenant", "kept_bytes", "max_bytes")
@@ -143,7 +143,7 @@ class KeptBytes:
 
 
 def estimate_parsed_bytes(body: bytes, *, few_held: bool) -> int:
-    """Estimate the memory that serving a request takes beside its body: it parsed, and the body of a leg.
+    """Estimate the memory that serving a request takes besides its body: it parsed, and the body of a leg.
 
     Values cost more than their bytes. They are counted in large bodies, and in all unless `few_held`: to
     count them takes as long as to parse a text.

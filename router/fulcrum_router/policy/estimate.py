@@ -55,7 +55,7 @@ _UNMEASURED_FIELDS = frozenset(
         *("mm_processor_kwargs", "media_io_kwargs", "prompt_embeds", "suffix"),
     }
 )
-"""Fields that add tokens to a prompt beside its text."""
+"""Fields that add tokens to a prompt besides its text."""
 
 
 MIN_MESSAGE_BYTES = 32

@@ -11,8 +11,8 @@ def solve_not_negative(xtx: Matrix, xty: Sequence[float]) -> tuple[float, ...]:
     """Return θ ≥ 0 that minimises the loss with the normal equations XᵀX·θ = Xᵀy.
 
     Every subset of coefficients is tried (seven for three coefficients), and the best solution without a
-    negative one is returned: exact, and without a library. Coefficients that cannot be told apart share one
-    of their solutions.
+    negative one is returned: exact, and without a library. If the samples do not distinguish
+    some coefficients, one of the possible solutions is returned.
     """
     size = len(xty)
     best, best_gain = (0.0,) * size, 0.0

@@ -6,7 +6,7 @@ Without it, retries would multiply the load of a service just when its engines f
 SHARE = 0.2
 """Retries allowed for each request of the window."""
 FLOOR = 10
-"""Retries allowed in a window beside that share, for a service with few requests."""
+"""Retries allowed in a window in addition to that share, for a service with few requests."""
 WINDOW_S = 10
 
 

@@ -75,7 +75,7 @@ class SplitQueue:
         self._now_s = until_s
 
     def rank(self, prefill: int) -> tuple[int, float]:
-        """Return how bad the state is: late requests, with those that will be if nothing changes; backlog."""
+        """Return how bad the state is: requests that are late or will be, then the work that waits."""
         waiting = self._prompts_waiting()
         late = self.late + self._count_late_prompts(waiting)
         slo_s = self._fleet.slo.tpot_s

@@ -76,7 +76,7 @@ class OutputToken(NamedTuple):
     """
 
     request_id: str
-    index: int  # type: ignore[assignment]  # hides tuple.index, which is not used on tokens
+    index: int  # type: ignore[assignment]  # replaces tuple.index, which is not used on tokens
     digest: bytes
 
 

@@ -18,7 +18,7 @@ _LIMIT_MARGIN = 1.001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledEngine:
-    """What a profile says beside the measured coefficients. `device`: None if it is not known."""
+    """What a profile says besides the measured coefficients. `device`: None if it is not known."""
 
     name: str
     limits: EngineLimits
@@ -97,7 +97,9 @@ def _link_fields(engine: ProfiledEngine, link: FittedLink | None) -> dict[str, f
 def _comments(engine: ProfiledEngine, fitted: FittedProfile, link: FittedLink | None) -> list[str]:
     lines = ["# Written by `fulcrum profile`. Assumed, not measured: startup_s."]
     if any(error.curve == "mixed" and not error.points for error in fitted.errors):
-        lines.append("# Assumed, not measured: mixed_factor; the engine computed no prompt beside decodes.")
+        lines.append(
+            "# Assumed, not measured: mixed_factor; the engine computed no prompt in a step with decodes."
+        )
     if link is None:
         lines.append("# Assumed, not measured: the three link and handshake values (one engine was given).")
     if engine.device is None:

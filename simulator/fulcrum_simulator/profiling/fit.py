@@ -23,7 +23,7 @@ from fulcrum_simulator.profiling.samples import (
 S = TypeVar("S")
 
 ASSUMED_FACTOR = 1.1
-"""Stands for the factor of an engine that took up no prompt beside decodes (Splitwise's measured tables)."""
+"""Factor of an engine that took up no prompt in a step with decodes (Splitwise's measured tables)."""
 LEAST_COEFFICIENT = 1e-12
 """Stands for a coefficient too small to be measured, since a profile needs a positive one."""
 

@@ -70,12 +70,12 @@ class Measurer:
         """
         samples = []
         for tokens in plan.mixed:
-            self._report(f"prefill of {tokens} tokens beside {plan.mixed_batch} decodes")
+            self._report(f"prefill of {tokens} tokens in steps with {plan.mixed_batch} decodes")
             measure = partial(self._measure_mixed, plan.mixed_batch, tokens, context=plan.decode[0][1])
             try:
                 samples.append(MixedMeasurement(tokens, median(await self._repeat(measure))))
             except _NotMixed:
-                self._report(f"nothing: the engine did not compute {tokens} tokens beside decodes")
+                self._report(f"nothing: the engine did not compute {tokens} tokens in steps with decodes")
         return samples
 
     async def measure_transfers(

@@ -76,17 +76,19 @@ async def test_engines_that_all_fail_are_not_all_ejected(client: aiohttp.ClientS
 async def test_a_request_that_every_engine_answers_with_5xx_reaches_two_and_ejects_none(
     client: aiohttp.ClientSession, path: str
 ) -> None:
-    async def fail_on_poison(response: ResponseWriter) -> None:
-        if response.request.body.get("poison"):
+    async def fail_on_fatal_request(response: ResponseWriter) -> None:
+        if response.request.body.get("fatal"):
             return await respond_with_status(500)(response)
         script = send_kv_transfer_params if response.request.is_prefill else send_source_name()
         return await script(response)
 
     names = ("p1", "p2", "p3", "d1", "d2", "d3")
-    async with run_router(*(FakeEngine(n, fail_on_poison, fail_on_poison) for n in names)) as world:
+    async with run_router(
+        *(FakeEngine(n, fail_on_fatal_request, fail_on_fatal_request) for n in names)
+    ) as world:
         for _ in range(30):
             before = sum(len(world[n].requests) for n in names)
-            async with client.post(world.url(path), json=PROMPT | {"poison": True}) as response:
+            async with client.post(world.url(path), json=PROMPT | {"fatal": True}) as response:
                 assert (response.status, response.headers.get("x-should-retry")) == (502, "false")
             assert sum(len(world[n].requests) for n in names) == before + 2
             assert await post(client, world, 2) == [200, 200], "good requests in between"

@@ -1,4 +1,4 @@
-"""A simulated fleet: every request ends, the seed decides everything, control acts as late as it was told."""
+"""A simulated fleet: every request ends, the seed decides everything, control acts with the set delays."""
 
 import json
 from collections import Counter

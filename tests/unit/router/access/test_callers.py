@@ -42,7 +42,7 @@ CASES: list[tuple[str, dict[str, Any] | None, dict[bytes, bytes], str, tuple[str
         ("premium", "acme", b""),
     ),
     (
-        "a misspelt tier is told",
+        "a misspelt tier is reported",
         None,
         {TIER: b"premum", TENANT: b"globex"},
         STRANGER,

@@ -9,8 +9,8 @@ from tests.unit.operator.builders import instance, service
 
 
 def made_up(instances: str) -> tuple[str, str, str]:
-    told = f"{instances} run simulated engines: the text of their responses is made up"
-    return "True", "SimulatedEngines", told
+    message = f"{instances} run simulated engines: the text of their responses is made up"
+    return "True", "SimulatedEngines", message
 
 
 REAL = ("False", "RealEngines", "no instance runs a simulated engine")

@@ -38,7 +38,7 @@ def named(*names: str, auth: dict[str, Any] | None = None) -> PDService:
                 "TiersFound",
                 "1 tier; any client may name tenant and tier, since spec.router.auth is not set",
             ),
-            id="an open door is told",
+            id="missing authentication is reported",
         ),
         pytest.param(named("gold", auth=KEYS), (tier("gold"),), ("True", "TiersFound", "1 tier"), id="keys"),
         pytest.param(
@@ -86,9 +86,9 @@ def test_contradictions_are_told(
 def test_problems_of_keys_are_told_as_the_router_reports_them_until_it_reports_again() -> None:
     subject, problem = named(auth=KEYS), ("tenants a and b have the same key: it is refused",)
     bad = tiers_accepted(subject, (), router_state(access_problems=problem))
-    told = subject.model_copy(update={"status": subject.status.model_copy(update={"conditions": (bad,)})})
+    known = subject.model_copy(update={"status": subject.status.model_copy(update={"conditions": (bad,)})})
     reported = ("False", "InvalidAccess", *problem)
-    assert [judge(told), judge(told, router=router_state())] == [
+    assert [judge(known), judge(known, router=router_state())] == [
         reported,
         ("True", "TiersFound", "the built-in tier"),
     ]
