@@ -4,6 +4,9 @@ With them the value of moving instances between the roles is measured. One mix i
 other nearly all decode work, and at factor 1 each of them needs about half of eight `l70-h100-tp4` instances
 (W_P + W_D of bound B1), so that the total work hardly moves while the best split does. The lengths are four
 times those of the clients that the mixes are modelled on: the same work with a quarter of the requests.
+
+The workloads `tiers…` measure admission instead: tenants of three tiers send code and chat, and in two of the
+three a tenant of the lowest tier floods the service for a third of the time.
 """
 
 import random
