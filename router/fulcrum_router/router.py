@@ -88,8 +88,11 @@ class Router:
         self.settings = settings
         self.journeys.waiting_room.prefill_ahead_s = settings.prefill_ahead_s
         tiers = (settings.default_tier, *settings.tiers.values())
-        self.journeys.decode_share.set_tiers(
-            {-tier.engine_priority for tier in tiers}, tpot_s=min(tier.slo.tpot_s for tier in tiers)
+        priorities = {-tier.engine_priority for tier in tiers}
+        self.journeys.decode_share.set_tiers(priorities, tpot_s=min(tier.slo.tpot_s for tier in tiers))
+        waits_in_engines = settings.prefill_ahead_s == math.inf
+        self.journeys.admission.limit_waits(
+            priorities if waits_in_engines else (), ttft_s=min(tier.slo.ttft_s for tier in tiers)
         )
         self.journeys.admission.mode = settings.admission
         self.journeys.rate_limits.set_limits(

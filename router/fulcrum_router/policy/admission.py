@@ -13,6 +13,9 @@ swings. A request in decode stays there for t_d, the mean number of output token
 present ones, a share of 1 - t/t_d still runs after t; of those whose prompts are computed now, the share of
 `_predict_stay`.
 
+In mode Direct requests wait in engines, which may serve lower tiers in their turn. So lower tiers are
+admitted only while the wait is short (`Admission.limit_waits`): the rest of S_T is for higher ones.
+
 A prompt that takes longer than S_T alone is admitted while an instance is idle: else nobody would serve it.
 
 What is done with a request that would be late depends on its tier: `TierAdmission`. An admitted request that
@@ -21,7 +24,7 @@ it yet. Counting decisions and carrying them out is left to the journey.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -38,6 +41,8 @@ MAX_REQUEST_SHARE = 0.5
 """Share of one decode instance's limit that a request counts as at most: else it would need an empty one."""
 
 
+LOWER_WAIT_SHARE = 0.5
+"""Share of the tightest TTFT objective that all lower tiers together may fill with their waits in engines."""
 DEGRADE_FROM = 0.8
 """Load of decode from which the output of tiers with `OverloadAction.DEGRADE` is limited."""
 
@@ -137,18 +142,29 @@ class TierDecisions:
 class Admission:
     """The mode of one service, its tiers, and what was decided."""
 
-    __slots__ = ("counts", "mode", "tiers")
+    __slots__ = ("counts", "max_wait_s", "mode", "tiers")
 
     def __init__(self) -> None:
         self.mode = AdmissionMode.OFF
         self.tiers: Mapping[str, TierAdmission] = {}
         """Settings of a tier by its name; other tiers have `DEFAULT_TIER_ADMISSION`."""
+        self.max_wait_s: Mapping[int, float] = {}
+        """By priority: longest wait with which requests are admitted; the highest has none."""
         self.counts: dict[tuple[AdmissionMode, str], TierDecisions] = {}
         """Decisions by mode and tier; in mode Advise, decisions that were counted but not carried out."""
 
     def find_tier(self, name: str) -> TierAdmission:
         """How requests of this tier are admitted."""
         return self.tiers.get(name, DEFAULT_TIER_ADMISSION)
+
+    def limit_waits(self, priorities: Collection[int], *, ttft_s: float) -> None:
+        """Limit the waits of lower tiers in engines, where `ttft_s` is the tightest TTFT objective.
+
+        Each level may fill more than the one below. With one level there is no limit.
+        """
+        levels = sorted(set(priorities))
+        share_s = LOWER_WAIT_SHARE * ttft_s / max(1, len(levels) - 1)
+        self.max_wait_s = {level: share_s * (rank + 1) for rank, level in enumerate(levels[:-1])}
 
     def record(self, tier: str, outcome: Refusal | Admitted) -> None:
         """Count a decision."""
@@ -276,17 +292,22 @@ def _predict_arrived(stay_s: float, after_s: float) -> float:
     return stay_s / (2 * after_s)
 
 
-def judge_request(forecast: Forecast, work: Work, tier: TierAdmission) -> Refusal | Admitted:
-    """Decide what is done with a request; with action DEGRADE the forecast is for the limited output."""
+def judge_request(
+    forecast: Forecast, work: Work, tier: TierAdmission, *, max_wait_s: float = math.inf
+) -> Refusal | Admitted:
+    """Decide what is done with a request that may wait for prefill for `max_wait_s` at most.
+
+    With action DEGRADE the forecast is for the limited output.
+    """
     if not tier.sheddable:
         return ADMITTED
-    late_by_s = forecast.ttft_s - max(work.slo.ttft_s, forecast.alone_s)
-    load = forecast.decode_load
+    wait_s, load = forecast.ttft_s - forecast.alone_s, forecast.decode_load
+    late_by_s = max(forecast.ttft_s - max(work.slo.ttft_s, forecast.alone_s), wait_s - max_wait_s)
     if late_by_s <= 0 and load <= 1.0:
         return _admit(forecast, work, tier)
     drained_after_s = forecast.decode_stay_s * (1.0 - 1.0 / load) if load > 1.0 else 0.0
     if tier.action is OverloadAction.QUEUE:
-        too_long_by_s = max(forecast.ttft_s - forecast.alone_s, drained_after_s) - tier.max_queue_s
+        too_long_by_s = max(max(wait_s, drained_after_s) - tier.max_queue_s, wait_s - max_wait_s)
         if too_long_by_s <= 0:
             return Admitted(AdmissionDecision.QUEUE, work.arrival_s + tier.max_queue_s)
         late_by_s, drained_after_s = min(late_by_s, too_long_by_s), min(drained_after_s, too_long_by_s)

@@ -87,6 +87,8 @@ class SimulatedRouter:
         self._context = JourneyContext(self.fleet, TransferPairs())
         self._context.waiting_room.prefill_ahead_s = prefill_ahead_s
         self._context.decode_share.set_tiers(priorities, tpot_s=slo.tpot_s)
+        if prefill_ahead_s == math.inf:
+            self._context.admission.limit_waits(priorities, ttft_s=slo.ttft_s)
         self._context.admission.mode, self._context.admission.tiers = admission, tiers
         self._journeys = SimulatedJourneys(self._context, self)
         if flips is not None:

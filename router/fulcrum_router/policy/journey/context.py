@@ -187,7 +187,8 @@ class JourneyContext(Generic[V]):
         forecast = self._predict_admission(work, now_s, tier)
         if forecast is None:
             return ADMITTED
-        outcome = judge_request(forecast, work, tier)
+        max_wait_s = admission.max_wait_s.get(work.priority, math.inf)
+        outcome = judge_request(forecast, work, tier, max_wait_s=max_wait_s)
         admission.record(work.tier, outcome)
         return outcome if admission.mode is _ENFORCE else ADMITTED
 

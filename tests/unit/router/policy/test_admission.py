@@ -322,3 +322,24 @@ def test_the_output_of_a_request_that_is_passed_through_cannot_be_limited() -> N
     context.fleet["d1"].ledger.add_decode(tokens=3_500)
     journey = Journey(context, work(100, tier="free"), local_prefill_reason=LocalPrefillReason.PASSED_THROUGH)
     assert (journey.begin(0.0), journey.output_limit) == (Action.SEND_DECODE, None)
+
+
+def test_lower_tiers_wait_less_in_engines_the_lower_they_are() -> None:
+    context = make_context(AdmissionMode.ENFORCE, queued_s=0.3)
+    context.admission.limit_waits((10, 0, -10), ttft_s=1.0)
+    assert context.admission.max_wait_s == {-10: 0.25, 0: 0.5}
+    actions = [Journey(context, work(100, priority=p)).begin(0.0) for p in (-10, 0, 0, 0, 10)]
+    assert actions == [
+        Action.FAIL,
+        Action.SEND_PREFILL,
+        Action.SEND_PREFILL,
+        Action.SEND_PREFILL,
+        Action.SEND_PREFILL,
+    ]
+    assert Journey(context, work(100, priority=0)).begin(0.0) is Action.FAIL
+
+
+def test_tiers_of_one_priority_have_no_limit_of_their_wait() -> None:
+    context = make_context(AdmissionMode.ENFORCE, queued_s=0.8)
+    context.admission.limit_waits((0,), ttft_s=1.0)
+    assert Journey(context, work(100)).begin(0.0) is Action.SEND_PREFILL
