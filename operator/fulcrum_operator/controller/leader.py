@@ -31,6 +31,7 @@ from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.cached_store import CachedStore
 from fulcrum_operator.controller.children import Children, check_not_deleted
 from fulcrum_operator.controller.context import Problems, ReconcileContext, ServiceKey
+from fulcrum_operator.controller.crd_changes import CrdChanges
 from fulcrum_operator.controller.departing_nodes import DepartingNodes
 from fulcrum_operator.controller.events import (
     EventRecorder,
@@ -140,6 +141,7 @@ class Leader:
             objects, self._cache, settings, clock, is_leader=is_leader, on_change=self._enqueue
         )
         self._store = CachedStore(connection.store, self._cache, is_leader, objects=objects)
+        self._crd_changes = CrdChanges(self._store.missing_fields, objects, self._reconcile_all)
         self._context = self._make_context()
 
     def _make_context(self) -> ReconcileContext:
@@ -170,14 +172,17 @@ class Leader:
         """Reconcile every service until `stop` is set."""
         list_task = asyncio.get_running_loop().create_task(self._relist_forever())
         list_task.add_done_callback(lambda _: stop.set())  # it ends only by an error
-        nodes_task = asyncio.get_running_loop().create_task(self._follow_nodes())
+        others = [
+            asyncio.get_running_loop().create_task(task)
+            for task in (self._follow_nodes(), self._crd_changes.run())
+        ]
         try:
             if await self._wait_until_listed(stop):
                 await self._watch(stop, on_started)
         finally:
-            list_task.cancel()
-            nodes_task.cancel()
-            await asyncio.wait([list_task, nodes_task])
+            for task in (list_task, *others):
+                task.cancel()
+            await asyncio.wait([list_task, *others])
         if not list_task.cancelled():
             list_task.result()
 

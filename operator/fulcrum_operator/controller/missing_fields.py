@@ -2,8 +2,8 @@
 
 Several operators can share CRDs, so an operator can be newer than they are. The API server refuses a write
 that has a field it does not know and names the field; from then on `cached_store` leaves the field out. What
-depends on the field does not work, and the condition Degraded names it. From time to time the field is sent
-again, in case the CRDs were upgraded.
+depends on the field does not work, and the condition Degraded names it. When the CRDs have changed
+(`crd_changes`), and from time to time, the field is sent again.
 """
 
 import re
@@ -63,6 +63,11 @@ class MissingFields:
         """Send all fields once more."""
         for known in self._paths.values():
             known.update(dict.fromkeys(known, False))
+
+    def forget_unsent(self) -> None:
+        """Forget the fields that no write had since they were to be sent once more."""
+        for kind, known in self._paths.items():
+            self._paths[kind] = {path: left_out for path, left_out in known.items() if left_out}
 
     def causes(self) -> tuple[FailureCause, ...]:
         """The cause for the condition Degraded that names the fields; empty if none is missing."""

@@ -89,11 +89,11 @@ def test_a_newer_operator_acts_on_older_crds_and_their_upgrade_keeps_every_engin
         api.patch("pdservices", "chat", {"spec": {"instances": 3}})
         wait_until(lambda: settled(["--seed=7"], 3), "the third instance", timeout_s=30)
         uids = engine_uids(api)
-        before.stop()
         for path in sorted((ROOT / "crds").glob("*.yaml")):
             apply_manifest(bare_cluster, path)
+        wait_until(lambda: not names_field(api, "CRDs"), "no complaint before the restart", timeout_s=30)
+        before.stop()
         after = started("op-b")
-        wait_until(lambda: not names_field(api, "CRDs"), "no complaint", timeout_s=30)
         name = next(iter(uids))
         wait_until(lambda: api.get("pdinstances", name)["status"].get("flipStrategy"), "a new field")
     assert (set(api.phases().values()), engine_uids(api), len(uids)) == ({"Serving"}, uids, 3)

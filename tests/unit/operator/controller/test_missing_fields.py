@@ -63,3 +63,12 @@ def test_missing_fields_are_named_until_they_are_accepted() -> None:
     fields.note_accepted(PDInstance, {"status": {"c": 1}})
     named = "the CRDs are older than the operator and lack pdpools spec.a; apply the operator's CRDs"
     assert fields.causes() == (FailureCause("CRDsOutdated", named),)
+
+
+def test_fields_that_are_not_sent_once_more_are_forgotten() -> None:
+    fields = missing(PDPool, "spec.a", "spec.b")
+    fields.retry_all()
+    assert fields.note(PDPool, InvalidInput("spec.b", "x", "is not a field"))
+    fields.forget_unsent()
+    named = "the CRDs are older than the operator and lack pdpools spec.b; apply the operator's CRDs"
+    assert fields.causes() == (FailureCause("CRDsOutdated", named),)
