@@ -247,9 +247,9 @@ class KvCacheSpec(ApiModel):
     remote: str | None = Field(
         default=None,
         max_length=512,
-        pattern=r"^(redis|valkey)://[A-Za-z0-9.-]+:[0-9]+$",
+        pattern=r"^(rediss?|valkey)://[A-Za-z0-9.-]+:[0-9]+$",
         description="Address of a store for KV that all instances share, such as redis://kv.default.svc:6379 "
-        "(default: none).",
+        "(rediss:// for TLS, with the connector LMCache; default: none).",
     )
 
     @property

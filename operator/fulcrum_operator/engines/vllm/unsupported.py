@@ -18,6 +18,11 @@ def _transfer(request: LaunchRequest) -> Iterator[str]:
     connector = request.kv_transfer.connector
     if connector is Connector.NIXL and not request.kv_cache.is_empty:
         yield "kvCache needs the connector NIXLWithLMCache or LMCache: NIXL keeps no tiers"
+    if connector is Connector.NIXL_WITH_LMCACHE and (request.kv_cache.remote or "").startswith("rediss:"):
+        yield (
+            "kvCache.remote rediss://: LMCache's server has no TLS for Redis; "
+            "use redis:// and a proxy for TLS in the engine's pod"
+        )
     if request.settings.sleep_mode and connector is not Connector.LMCACHE:
         yield f"sleepMode with {connector}: vLLM {request.version} does not register KV memory after waking"
     if connector is not Connector.LMCACHE:

@@ -187,6 +187,12 @@ def test_lmcache_sender_splits_its_tiers_over_its_ranks_and_receiver_has_none() 
     assert not {"lmcache.max_local_cpu_size", "lmcache.local_disk"} & set(receiver)
 
 
+def test_lmcache_sender_gets_the_address_of_a_remote_tier_with_tls() -> None:
+    tiers = KvCacheSpec.model_validate({"cpu": "8Gi", "remote": "rediss://kv.store.svc:6380"})
+    sender = lmcache_config(make_launch_request(kv_transfer=LMCACHE, kv_cache=tiers, role=Role.PREFILL))
+    assert sender["lmcache.remote_url"] == "rediss://kv.store.svc:6380"
+
+
 def test_max_sequences_is_bounded_by_step_tokens_and_kv_room() -> None:
     assert (
         chosen_value(make_launch_request(settings=EngineSettingsSpec(max_batched_tokens=128)), "maxSequences")

@@ -53,6 +53,15 @@ UNSUPPORTED = [
     ),
     pytest.param(
         make_launch_request(
+            kv_transfer=KvTransferSpec.model_validate({"connector": "NIXLWithLMCache"}),
+            kv_cache=KvCacheSpec.model_validate({"cpu": "8Gi", "remote": "rediss://kv.store.svc:6380"}),
+        ),
+        "kvCache.remote rediss://: LMCache's server has no TLS for Redis; "
+        "use redis:// and a proxy for TLS in the engine's pod",
+        id="a remote tier with TLS behind LMCache's server",
+    ),
+    pytest.param(
+        make_launch_request(
             devices=2,
             kv_transfer=LMCACHE,
             role=Role.PREFILL,
