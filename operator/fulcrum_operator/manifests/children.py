@@ -343,9 +343,10 @@ def _secret_mounts(service: PDService) -> list[dict[str, Any]]:
 def _router_container(service: PDService, settings: InstallationSettings) -> dict[str, Any]:
     tls = service.spec.router.tls
     scheme = {"scheme": "HTTPS"} if tls else {}
-    ready, healthy = ({"path": path, "port": "http", **scheme} for path in ("/ready", "/health"))
+    ready = {"path": "/ready", "port": "http", **scheme}
     readiness = {"httpGet": ready, "periodSeconds": 1, "timeoutSeconds": 2}
-    liveness = {"httpGet": healthy, "periodSeconds": 5, "timeoutSeconds": 5}
+    # Not on the clients' port: clients that use all of its connections would have the router restarted.
+    liveness = {"httpGet": {"path": "/health", "port": "metrics"}, "periodSeconds": 5, "timeoutSeconds": 5}
     return {
         "name": "router",
         "image": settings.image,

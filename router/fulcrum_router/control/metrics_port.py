@@ -1,8 +1,11 @@
-"""The metrics port: Prometheus reads the router's metrics here, without a token.
+"""The metrics port, without a token: metrics for Prometheus, and a health check for the kubelet.
 
 A page of a large fleet takes tens of milliseconds to render. It is rendered at most once a second, whoever
 asks, and in slices with turns of the event loop between them, so that no request waits for it. The clients'
 port has no metrics: clients could have pages rendered while requests are parsed.
+
+The kubelet does not check the clients' port: when clients use all of its connections, the router refuses
+more, and would be restarted.
 
 A scraper that takes OpenMetrics, as Prometheus does, gets exemplars: the trace ids of some requests.
 """
@@ -116,7 +119,7 @@ def _escape(value: str) -> str:
 
 
 def make_metrics_app(registry: Collector) -> web.Application:
-    """Make the application of the metrics port, with one path: `/metrics`."""
+    """Make the application of the metrics port: `/metrics` and `/health`."""
     plain, open_metrics = MetricsPage(registry), MetricsPage(registry, open_metrics=True)
 
     async def get_metrics(request: web.Request) -> web.Response:
@@ -126,6 +129,9 @@ def make_metrics_app(registry: Collector) -> web.Application:
             page, content_type = plain, CONTENT_TYPE_PLAIN_0_0_4
         return web.Response(body=await page.read(), headers={"content-type": content_type})
 
+    async def get_health(_request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
     app = web.Application()
-    app.add_routes([web.get("/metrics", get_metrics)])
+    app.add_routes([web.get("/metrics", get_metrics), web.get("/health", get_health)])
     return app

@@ -7,7 +7,10 @@ import time
 from functools import partial
 
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 
+from fulcrum_router.control.metrics import build_registry
+from fulcrum_router.control.metrics_port import make_metrics_app
 from fulcrum_router.data_path import downstream as client_module
 from fulcrum_router.http1 import requests as request_module
 from fulcrum_router.http1.limits import UNFINISHED_SHARE, estimate_parsed_bytes
@@ -315,6 +318,18 @@ async def test_a_connection_over_the_limit_gets_a_503_that_says_so() -> None:
         await wait_until(lambda: not world.server.clients.connections, "both are closed")
         assert statuses(await send_pieces(world, build_post(BODY))) == [200]
         assert world.router.counters.refused_connections == 1
+
+
+async def test_the_router_is_known_to_be_alive_while_clients_use_all_connections() -> None:
+    async with run_router(FakeEngine("p1"), FakeEngine("d1")) as world:
+        world.server.clients.max_connections = 1
+        _, writer = await asyncio.open_connection("127.0.0.1", world.port)
+        await wait_until(lambda: len(world.server.clients.connections) == 1, "the first is connected")
+        assert (await read_until_closed(world, build_get("/health"))).startswith(b"HTTP/1.1 503")
+        app = make_metrics_app(build_registry(world.router))
+        async with TestClient(TestServer(app)) as kubelet:
+            assert (await kubelet.get("/health")).status == 200
+        writer.close()
 
 
 async def test_connections_without_a_request_make_room_when_very_many_are_open(

@@ -106,10 +106,14 @@ def test_routers_serve_tls_from_the_secret_that_the_service_names() -> None:
     assert (tls and (tls.certificate, tls.key)) == (Path(folder) / "tls.crt", Path(folder) / "tls.key")
     assert {"name": "tls", "secret": {"secretName": "chat-tls"}} in pod["volumes"]
     assert {"name": "tls", "mountPath": folder, "readOnly": True} in container["volumeMounts"]
-    probes = [container[f"{name}Probe"]["httpGet"]["scheme"] for name in ("readiness", "liveness")]
-    assert probes == ["HTTPS", "HTTPS"]
+    assert container["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
     port = made["Service", "chat"]["spec"]["ports"][0]
     assert (port["name"], port["port"], port["appProtocol"]) == ("http", 443, "https")
+
+
+def test_liveness_of_routers_is_not_checked_on_a_port_that_clients_can_fill() -> None:
+    pod = router_children()["Deployment", "chat-router"]["spec"]["template"]["spec"]
+    assert pod["containers"][0]["livenessProbe"]["httpGet"] == {"path": "/health", "port": "metrics"}
 
 
 @pytest.mark.parametrize(("replicas", "max_unavailable"), [(1, 0), (2, 1), (3, 1)])
