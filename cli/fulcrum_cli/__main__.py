@@ -274,6 +274,7 @@ def profile(
 @app.command()
 def status(
     service: ServiceArgument = None,
+    tiers: Annotated[bool, typer.Option("--tiers", help="Also show the requests of each QoS tier.")] = False,
     output: OutputOption = None,
     kubeconfig: KubeconfigOption = None,
     context: ContextOption = None,
@@ -283,7 +284,7 @@ def status(
     from fulcrum_cli.commands.status import run
     from fulcrum_cli.target.selection import make_target_options
 
-    run(make_target_options(kubeconfig, context, namespace), service, output=output)
+    run(make_target_options(kubeconfig, context, namespace), service, tiers=tiers, output=output)
 
 
 @app.command()

@@ -97,6 +97,15 @@ class TierState(_WireModel):
         default=0, description="Requests whose client disconnected after they had missed their objectives."
     )
     slo_met: int = Field(description="Requests that met TTFT and TPOT.")
+    queued: int = Field(default=0, description="Requests that were admitted although they would be late.")
+    degraded: int = Field(default=0, description="Requests whose output was limited.")
+    refusals: dict[str, int] = Field(
+        default_factory=dict, description="Requests that were refused, by reason, rate limits included."
+    )
+    advised_refusals: dict[str, int] = Field(
+        default_factory=dict,
+        description="Requests that would have been refused if router.admission was not Advise, by reason.",
+    )
     misses: dict[str, int] = Field(
         default_factory=dict,
         description="Requests that did not, by the part that took the most time; empty: an older router.",

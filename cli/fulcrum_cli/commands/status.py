@@ -22,20 +22,23 @@ from fulcrum_core.api.pdassignment import PDAssignment, RoleAssignment
 from fulcrum_core.api.pdinstance import DRAINED, PDInstance
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import load_profile
-from fulcrum_core.router_state import InstanceState, RouterState
+from fulcrum_core.router_state import InstanceState, RouterState, TierState
 from fulcrum_core.values import Phase
 
 _NO_VALUE = "–"
 
 
-def run(target_options: TargetOptions, service: str | None, *, output: str | None) -> None:
-    """Print the services; if only one is named or exists, also its instances and conditions."""
+def run(target_options: TargetOptions, service: str | None, *, tiers: bool, output: str | None) -> None:
+    """Print the services; if only one is named or exists, also its instances and conditions.
+
+    With `tiers` the requests of each tier follow.
+    """
     output_format = None if output is None else parse_choice("--output", output, OutputFormat)
-    print(asyncio.run(_render_status(target_options, service, output_format)))
+    print(asyncio.run(_render_status(target_options, service, output_format, tiers=tiers)))
 
 
 async def _render_status(
-    target_options: TargetOptions, name: str | None, output_format: OutputFormat | None
+    target_options: TargetOptions, name: str | None, output_format: OutputFormat | None, *, tiers: bool
 ) -> str:
     target = choose_target(target_options)
     names: Sequence[str | None] = target.services if isinstance(target, LocalTarget) else [None]
@@ -51,7 +54,11 @@ async def _render_status(
         document = {"target": descriptions, "services": [snapshot.dump() for snapshot in snapshots]}
         return render_document(document, output_format)
     return "\n".join(
-        [*_format_snapshots(snapshots, now_s=time.time()), *(f"target {line}" for line in descriptions)]
+        [
+            *_format_snapshots(snapshots, now_s=time.time()),
+            *(line for snapshot in snapshots if tiers for line in ("", *tier_table(snapshot))),
+            *(f"target {line}" for line in descriptions),
+        ]
     )
 
 
@@ -123,6 +130,35 @@ def _instance_row(
         _NO_VALUE if kv_usage is None else f"{kv_usage:.0%}",
         str(instance.status.restarts),
         _format_assigned_by(entry, now_s=now_s) if entry else _NO_VALUE,
+    )
+
+
+def tier_table(snapshot: ServiceSnapshot) -> list[str]:
+    """Return a header and one line for each tier: its requests, and why some were refused.
+
+    The router's counts are known in a local run; in a cluster only the attainment is, by the status.
+    """
+    head = ("TIER", "OFFERED", "OK", "QUEUED", "DEGRADED", "REFUSED", "SLO", "REASONS")
+    if snapshot.state is not None:
+        return format_columns(head, *(_tier_row(tier) for tier in snapshot.state.tiers))
+    none = (_NO_VALUE,) * 5
+    tiers = snapshot.service.status.tiers
+    return format_columns(head, *((t.name, *none, t.attainment or _NO_VALUE, _NO_VALUE) for t in tiers))
+
+
+def _tier_row(tier: TierState) -> tuple[str, ...]:
+    reasons = [f"{reason} {count}" for reason, count in tier.refusals.items()]
+    reasons += [f"{reason} {count} (not enforced)" for reason, count in tier.advised_refusals.items()]
+    share = f"{100 * tier.slo_met / tier.ended:.1f}" if tier.ended else _NO_VALUE
+    return (
+        tier.name,
+        str(tier.offered),
+        str(tier.ok),
+        str(tier.queued),
+        str(tier.degraded),
+        str(tier.refused + tier.limited),
+        share,
+        ", ".join(reasons) or _NO_VALUE,
     )
 
 

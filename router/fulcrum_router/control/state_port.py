@@ -7,11 +7,12 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from fulcrum_core.router_state import InstanceState, PairState, RouterState, TierState
-from fulcrum_core.values import Role
+from fulcrum_core.values import AdmissionMode, Role
 from fulcrum_router.control.auth import Authenticator, Unauthorized
 from fulcrum_router.counters import RequestOutcome, TierCounters
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.policy import PairKey, TransferOutcome, TransferPair
+from fulcrum_router.policy.admission import Admission, AdmissionDecision, TierDecisions
 from fulcrum_router.router import Router
 
 MAX_POLL_S = 60.0
@@ -34,7 +35,8 @@ def build_router_state(router: Router, *, now_s: float) -> RouterState:
         prediction_error=router.ttft_errors.prefill_leg.value,
         local_prefills=router.counters.unexpected_local_prefills,
         tiers=tuple(
-            _build_tier_state(name, counters) for name, counters in sorted(router.counters.tiers.items())
+            _build_tier_state(name, counters, router.journeys.admission)
+            for name, counters in sorted(router.counters.tiers.items())
         ),
         access_problems=_list_access_problems(router),
         demand=router.journeys.demand.snapshot(),
@@ -91,7 +93,9 @@ def _build_pair_state(key: PairKey, pair: TransferPair, now_s: float) -> PairSta
     )
 
 
-def _build_tier_state(name: str, counters: TierCounters) -> TierState:
+def _build_tier_state(name: str, counters: TierCounters, admission: Admission) -> TierState:
+    enforced = admission.counts.get((AdmissionMode.ENFORCE, name)) or TierDecisions()
+    advised = admission.counts.get((AdmissionMode.ADVISE, name)) or TierDecisions()
     return TierState(
         name=name,
         offered=counters.offered,
@@ -103,6 +107,10 @@ def _build_tier_state(name: str, counters: TierCounters) -> TierState:
         cancelled=counters.requests_by_outcome[RequestOutcome.CANCELLED],
         left_late=counters.requests_by_outcome[RequestOutcome.LEFT_LATE],
         slo_met=counters.slo_met,
+        queued=enforced.decisions[AdmissionDecision.QUEUE],
+        degraded=enforced.decisions[AdmissionDecision.DEGRADE],
+        refusals={reason: count for reason, count in enforced.refusals.items() if count},
+        advised_refusals={reason: count for reason, count in advised.refusals.items() if count},
         misses={part: count for part, count in counters.misses_by_part.items() if count},
     )
 

@@ -6,12 +6,12 @@ import time
 import pytest
 
 from fulcrum_cli.commands.explain import decisions_from_assignment, first_roles, format_decisions
-from fulcrum_cli.commands.status import detail_lines, instance_table, service_table
+from fulcrum_cli.commands.status import detail_lines, instance_table, service_table, tier_table
 from fulcrum_cli.target.snapshot import ServiceSnapshot, attainment_percent
 from fulcrum_core.api.meta import ObjectMeta
 from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec, RoleAssignment
 from fulcrum_core.api.pdinstance import PDInstance, PDInstanceStatus
-from fulcrum_core.api.pdservice import PDService, PDServiceStatus
+from fulcrum_core.api.pdservice import PDService, PDServiceStatus, TierStatus
 from fulcrum_core.router_state import RouterState, TierState
 from fulcrum_core.values import Actor, Phase, Role
 from tests.objects import make_object
@@ -156,6 +156,38 @@ def test_status_prints_a_service_with_the_columns_of_kubectl_get_pds() -> None:
     head, line = printed(service_table(snapshot, now_s=0.0))
     assert head == ["NAME", "MODEL", "ENGINE", "READY", "P", "D", "RATIO", "KV", "SLO", "FLIPS", "AGE"]
     assert line == ["chat", "m", "vLLM", "–", "0", "0", "–", "–", "–", "0", "–"]
+
+
+def test_tiers_are_shown_with_their_refusals() -> None:
+    free = tier(30, 18).model_copy(
+        update={
+            "failed": 0,
+            "refused": 12,
+            "queued": 3,
+            "refusals": {"prefill_full": 12},
+            "advised_refusals": {"decode_full": 2},
+        }
+    )
+    snapshot = ServiceSnapshot(service=service(), instances=(), assignment=None, state=state(free))
+    head, line = tier_table(snapshot)
+    assert head.split() == ["TIER", "OFFERED", "OK", "QUEUED", "DEGRADED", "REFUSED", "SLO", "REASONS"]
+    assert line.split(maxsplit=7) == [
+        "t",
+        "30",
+        "18",
+        "3",
+        "0",
+        "12",
+        "60.0",
+        "prefill_full 12, decode_full 2 (not enforced)",
+    ]
+
+
+def test_in_a_cluster_tiers_are_shown_by_the_status() -> None:
+    status = PDServiceStatus(tiers=(TierStatus(name="free", attainment="93.0"),))
+    found = service().replace(status=status)
+    snapshot = ServiceSnapshot(service=found, instances=(), assignment=None)
+    assert tier_table(snapshot)[1].split() == ["free", "–", "–", "–", "–", "–", "93.0", "–"]
 
 
 def test_in_a_cluster_attainment_comes_from_the_status() -> None:
