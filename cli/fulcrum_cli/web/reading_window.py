@@ -1,4 +1,7 @@
-"""Rates and latencies of the last seconds, from the counts in successive readings of a router. Pure."""
+"""Rates and latencies of the last seconds, from the counts in successive readings of a router. Pure.
+
+Rates are those of the last `FLOW_WINDOW_S` seconds; latencies and attainment those of the whole window.
+"""
 
 from collections import deque
 from collections.abc import Mapping
@@ -31,7 +34,7 @@ class TierAttainment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecentTraffic:
-    """Rates a second, and latencies, of the last seconds."""
+    """Rates of the last `FLOW_WINDOW_S` seconds; latencies and attainment of the last `WINDOW_S`."""
 
     offered_rps: float = 0.0
     output_tokens_rps: float = 0.0

@@ -16,7 +16,7 @@ _MOVING_PHASES = (Phase.SERVING, Phase.DRAINING, Phase.TERMINATING)
 
 
 def find_departing(observed: Observed, members: Iterable[PDInstance]) -> tuple[PDInstance, ...]:
-    """The members whose nodes are about to be drained or deleted, and that therefore have to move."""
+    """The members that have to move: their nodes will be deleted, or are cordoned and that suffices."""
     cordons_count = cordons_move_instances(observed.service)
     return tuple(
         member

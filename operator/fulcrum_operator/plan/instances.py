@@ -37,7 +37,10 @@ class Removal:
 
 
 def plan_new_instances(observed: Observed, views: tuple[PoolView, ...]) -> tuple[PDInstance, ...]:
-    """The instances to create now, with the lowest numbers that no instance and no engine has."""
+    """The instances to create now, with the lowest numbers that no instance and no engine has.
+
+    A pool whose model is still to be read creates none; `PoolView.count_to_create` limits the others.
+    """
     names = _free_names(observed)
     surge = observed.service.spec.rollout.max_surge
     return tuple(

@@ -73,7 +73,10 @@ class OwnedObjects:
 def find_owned_objects(
     service: PDService, pools: Iterable[PDPool], instances: Iterable[PDInstance]
 ) -> OwnedObjects:
-    """Find the service's objects among all PDPools and PDInstances of its namespace."""
+    """Find the service's objects among all PDPools and PDInstances of its namespace, orphaned pools included.
+
+    Also the names that it needs or might choose and that objects of others have.
+    """
     own, orphaned, taken = [], set(), {}
     needed = list_pool_names(service)
     for pool in pools:

@@ -63,7 +63,7 @@ class PendingTransfers(Generic[T]):
             self._last_sent_s, self._last_response_s = sent_s, now_s
 
     def find_late(self, now_s: float) -> list[T]:
-        """Transfers whose KV may have been fetched too late, or may still be."""
+        """List the transfers whose KV may have been fetched after the lease, or may still be fetched then."""
         if now_s <= self._next_late_s:  # the usual case: one comparison per response
             return []
         fetch_deadlines_s = {transfer: self._fetch_deadline_s(transfer) for transfer in self._pending}

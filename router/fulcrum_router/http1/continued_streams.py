@@ -59,7 +59,11 @@ _MAX_TOKENS = 1_000_000_000
 
 
 def can_continue(fields: Mapping[str, Any], *, chat: bool) -> bool:
-    """Whether another engine can generate the rest of a broken response to a request with these fields."""
+    """Whether another engine can generate the rest of a broken response to a request with these fields.
+
+    It can if the response is a stream, greedy or with a seed, from one prompt of text (or token ids, if the
+    stream returns them), and no other field changes the text.
+    """
     temperature = fields.get("temperature")
     is_greedy = type(temperature) in (int, float) and temperature == 0
     if fields.get("stream") is not True or not (is_greedy or type(fields.get("seed")) is int):

@@ -23,7 +23,7 @@ def has_remote_media(fields: Mapping[str, Any]) -> bool:
 
 
 def _iter_urls(parts: list[Any]) -> Iterator[str]:
-    """Yield `{"image_url": "…"}` and `{"image_url": {"url": "…"}}` of each part, whatever its type."""
+    """Yield the URLs of each part: `{"…url": "…"}` and `{"…": {"url": "…"}}`, of any type of part."""
     for part in parts:
         if type(part) is not dict:
             continue

@@ -40,7 +40,10 @@ class LegCounts(NamedTuple):
 
 
 def find_error_outliers(counts: Sequence[LegCounts]) -> list[str]:
-    """List the instances that fail far more often than their peers, the worst first."""
+    """List the instances that fail far more often than their peers, the worst first.
+
+    Instances with fewer than `MIN_LEGS` legs are not judged; a share below `MIN_ERROR_SHARE` is no outlier.
+    """
     judged = [count for count in counts if count.answered + count.failed >= MIN_LEGS]
     suspects = [count for count in judged if count.error_share >= MIN_ERROR_SHARE]
     if len(judged) < 2 or not suspects:
@@ -55,7 +58,10 @@ def find_error_outliers(counts: Sequence[LegCounts]) -> list[str]:
 
 
 def find_slow_outliers(seconds: Mapping[str, float]) -> list[str]:
-    """List the instances that need many times longer for the same work than the median of their peers."""
+    """List the instances that need `SLOW_FACTOR` times the median time of their peers for the same work.
+
+    With fewer than two peers nothing is listed. The slowest comes first.
+    """
     found = []
     for name, own_s in seconds.items():
         peers = [peer_s for peer, peer_s in seconds.items() if peer != name]
