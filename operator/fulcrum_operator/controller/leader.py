@@ -292,8 +292,7 @@ class Leader:
             requeue_after_s = await reconcile(key, self._context)
             outcome = "ok"
             if requeue_after_s == math.inf:
-                self._reported.pop(key, None)
-                self._model_reader.forget(key)
+                self._forget(key)
             return requeue_after_s
         except Conflict:
             outcome = "conflict"
@@ -302,6 +301,13 @@ class Leader:
             took_s = time.perf_counter() - began_s
             self._metrics.record_reconcile(key.namespace, key.name, outcome, took_s=took_s)
             self._metrics.active_reconciles.set(self._queue.running_count - 1)
+
+    def _forget(self, key: ServiceKey) -> None:
+        """Drop what is stored about a service that was deleted."""
+        self._reported.pop(key, None)
+        self._model_reader.forget(key)
+        if all(other.namespace != key.namespace for other in self._cache.list_services()):
+            self._runtime.forget_namespace(key.namespace)
 
     async def _after_apply(self, observed: Observed, plan: Plan) -> Problems:
         service = observed.service

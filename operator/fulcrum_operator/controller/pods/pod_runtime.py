@@ -165,6 +165,12 @@ class PodRuntime:
                 )
         return tuple(engines[name] for name in sorted(engines))
 
+    def forget_namespace(self, namespace: str) -> None:
+        """Drop what is stored about the pods of a namespace that has no service any more."""
+        self._forget_deleted_pods(namespace, {})
+        for key in [key for key in self._known_pods if key.namespace == namespace]:
+            del self._known_pods[key]
+
     def strategy(self, key: InstanceKey) -> FlipStrategy | None:
         """Flip strategy that the role probe found; None if there is no result."""
         pod = self._pod(key)

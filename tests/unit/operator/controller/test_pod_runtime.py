@@ -257,6 +257,24 @@ async def test_an_engine_is_observed_again_only_if_its_pod_changed(under_test: R
     assert (first[0].restarts, changed.restarts) == (0, 1)
 
 
+async def test_nothing_is_kept_of_the_pods_of_a_namespace_whose_services_were_deleted(
+    under_test: RuntimeUnderTest,
+) -> None:
+    """Without a service no reconcile observes the namespace, so nothing would find that its pods are gone."""
+    await under_test.start()
+    under_test.ready()
+    under_test.states()
+    await advance(1.0)
+    assert under_test.runtime.strategy(KEY) is FlipStrategy.RELABEL
+    under_test.runtime.forget_namespace("other")
+    assert under_test.runtime.strategy(KEY) is FlipStrategy.RELABEL
+    under_test.cache.remove(POD, "default", "chat-0")
+    under_test.runtime.forget_namespace("default")
+    assert (under_test.runtime._known_pods, under_test.runtime._pod_uids) == ({}, {})
+    under_test.ready()
+    assert under_test.runtime.strategy(KEY) is None, "the result of its role probe is forgotten, too"
+
+
 async def test_an_engine_at_work_stays_at_work_if_crds_did_not_store_how_it_flips(
     under_test: RuntimeUnderTest,
 ) -> None:
