@@ -59,13 +59,16 @@ def measure_all(api: NamespaceClient, operator: OperatorProcess, args: argparse.
     address = pick_loopback_address()
     with serve_engines(address):
         wait_until(operator.is_leader, "the operator to lead")
+        began = time.time()
         startup_s = _start_services(api, FakeKubelet(api, address), operator, names, args.instances)
+        startup_writes = count_writes(api.cluster, api.name, began, time.time())
         quiet = _measure_quiet_time(api, operator, args.quiet)
         took_s = sorted(_measure_change_s(api, names[number % len(names)]) for number in range(args.changes))
     return {
         "instances": args.instances,
         "services": args.services,
         "startup_s": round(startup_s, 1),
+        "startup_writes": {" ".join(key): count for key, count in sorted(startup_writes.items())},
         **quiet,
         "rss_after_mb": round(operator.rss_mb(), 1),
         "action_median_s": round(took_s[len(took_s) // 2], 3),
