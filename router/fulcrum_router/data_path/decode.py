@@ -268,7 +268,7 @@ class DecodeLeg:
         return journey.decode_ended(time.monotonic(), output_tokens=self._read_output_tokens(response))
 
     def _read_output_tokens(self, response: DecodeResponse) -> int | None:
-        """The output tokens of one choice by the engine's usage; else those that the ledger counted: None."""
+        """The output tokens of one choice by the engine's usage; without usage None for a stream, else 0."""
         usage = response.usage
         if usage is None:
             return None if response.streaming else 0

@@ -50,7 +50,8 @@ class LegOutcomes:
     ) -> None:
         """Count a failed leg of a request with these fields.
 
-        An engine may have failed to fetch an image of it by its URL, which another engine could fetch then.
+        A failure that another engine's answer could explain is kept until then. If the request has media by
+        URL, it counts as the client's at once: engines may have been sent different files.
         """
         failure, status = failed.failure, failed.status
         if is_ambiguous(failure, status) and has_remote_media(fields):

@@ -166,7 +166,7 @@ class PassThrough:
         """Engines that died or answered 5xx after they were sent the request."""
         self._body: RequestBody | None = None
         self._journey: Journey[Instance] | None = None
-        """Of a request that generates tokens."""
+        """Journey of a request that generates tokens; None for other requests."""
         self._inline_task = InlineTask(self._run())
 
     def start(self) -> None:
