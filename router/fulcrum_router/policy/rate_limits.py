@@ -24,7 +24,7 @@ class TokenBuckets:
     def __init__(self, tokens_per_minute: int) -> None:
         self.tokens_per_minute = tokens_per_minute
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """Tokens of each tenant (below 0 after a large request) and their time; the latest request is last."""
+        """Tokens of each tenant (below 0 after a large request) and their time; the last request is last."""
 
     def __len__(self) -> int:
         return len(self._buckets)
