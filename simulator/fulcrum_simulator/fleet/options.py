@@ -182,6 +182,7 @@ class RunOptions:
     Attributes:
         unscored_share: Share of the time of arrivals, from its start, whose requests are not scored.
         drain_s: Longest time after the last arrival; what runs then is unfinished.
+        unsheddable_tiers: Tiers whose requests admission never refuses.
         lookahead_steps: Most engine steps skipped together; 1 executes each, with the same result.
     """
 
@@ -193,4 +194,5 @@ class RunOptions:
     control: ControlOptions = ControlOptions()
     unscored_share: float = 0.1
     drain_s: float = 600.0
+    unsheddable_tiers: frozenset[str] = frozenset()
     lookahead_steps: int = LOOKAHEAD_STEPS

@@ -175,7 +175,10 @@ class _Simulation:
             else math.inf,
             priorities={request.priority for request in self._workload},
             admission=options.policy.admission,
-            tiers=dict.fromkeys((request.tier for request in self._workload), options.policy.tier_admission),
+            tiers={
+                tier: options.policy.tier_admission._replace(sheddable=tier not in options.unsheddable_tiers)
+                for tier in {request.tier for request in self._workload}
+            },
         )
         for view in views:
             view.instance.on_restart = partial(router.set_serving, view, True)

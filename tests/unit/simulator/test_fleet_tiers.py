@@ -35,3 +35,16 @@ def test_a_flood_of_free_requests_leaves_premium_its_attainment_only_if_the_rout
     )
     tiers = build_report(simulate(flooded_workload(), options))["tiers"]
     assert (tiers["premium"]["attainment"] >= 0.98, tiers["free"]["attainment"] < 0.9) == (keeps, True)
+
+
+def test_only_sheddable_tiers_are_refused() -> None:
+    options = RunOptions(
+        profile=load_profile("l70-h100-tp4"),
+        instances=2,
+        policy=parse_policy("static:1P1D+enforce", instances=2),
+        slo=Slo(ttft_s=3.0, tpot_s=0.1),
+        drain_s=30.0,
+        unsheddable_tiers=frozenset({"premium"}),
+    )
+    tiers = build_report(simulate(flooded_workload(), options))["tiers"]
+    assert (tiers["premium"]["refused"], tiers["free"]["refused"] > 0) == (0, True)
