@@ -20,7 +20,7 @@ every `LATE_EVERY`-th request of the tenant, so that none of them waits for ever
 
 import heapq
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from enum import Enum
 from typing import Protocol
 
@@ -113,11 +113,13 @@ _Heap = list[tuple[float, int, WaitingRequest]]
 class Line:
     """The requests of one tenant in one level."""
 
-    __slots__ = ("_in_time", "_late", "_late_turn", "count", "held_since_s", "tenant")
+    __slots__ = ("_in_time", "_late", "_late_turn", "count", "held_since_s", "in_time_prefill_s", "tenant")
 
     def __init__(self, tenant: str) -> None:
         self.tenant = tenant
         self.count = 0
+        self.in_time_prefill_s = 0.0
+        """Work of prefill instances that its requests in time bring, in seconds."""
         self._in_time: _Heap = []
         """Requests in time by deadline. Requests that have left are dropped when they come to the top."""
         self._late: _Heap = []
@@ -183,8 +185,8 @@ class Level:
         """Prefill work that has left the room, at which this level may go before higher ones."""
         self.in_time_prefill_s = self.prefill_s = 0.0
         """Prefill work of the requests that wait: of those in time, and of all."""
-        self.held = False
-        """Whether a request of it waits for decode, not for prefill, and can still be in time."""
+        self.held: dict[Line, None] = {}
+        """Lines whose next request waits for decode, not for prefill, and can still be in time."""
         self.passed_hold_s = -math.inf
         """When a request last left because it had been held for long."""
         self.ttft_s = 0.0
@@ -212,8 +214,23 @@ class Level:
     def close_line(self, line: Line) -> None:
         """Drop the line of a tenant none of whose requests waits."""
         del self.lines[line.tenant]
+        self.held.pop(line, None)
         if not self.lines:
-            self.in_time_prefill_s, self.prefill_s, self.held = 0.0, 0.0, False
+            self.in_time_prefill_s, self.prefill_s = 0.0, 0.0
+
+    def add_in_time(self, line: Line, prefill_s: float) -> None:
+        """Add work of a request in time; less than 0: it left, or is late now."""
+        self.in_time_prefill_s = max(0.0, self.in_time_prefill_s + prefill_s)
+        line.in_time_prefill_s = max(0.0, line.in_time_prefill_s + prefill_s)
+
+    def hold_further(self, lines: Iterable[Line]) -> None:
+        """Let these lines count as held that are not asked now, as far as they have not closed."""
+        self.held.update((line, None) for line in lines if self.lines.get(line.tenant) is line)
+
+    @property
+    def useful_prefill_s(self) -> float:
+        """Prefill work in time of the lines that are not held, in seconds."""
+        return max(0.0, self.in_time_prefill_s - sum(line.in_time_prefill_s for line in self.held))
 
     def find_longest(self) -> Line | None:
         """The line with the most requests, of several the last tenant by name; None if no request waits."""

@@ -83,12 +83,12 @@ class WaitingRoom:
     def find_useful_prefill_s(self, instances: int) -> float:
         """Prefill time of the requests that `instances` could still compute in time, in seconds.
 
-        The work of a level counts as far as it ends within its objective, behind that of higher ones.
+        The work of a level counts as far as it ends within its objective, behind that of higher ones, and as
+        far as it does not wait for decode.
         """
         useful_s = 0.0
         for level in self._levels_in_order:
-            if not level.held:
-                useful_s = max(useful_s, min(useful_s + level.in_time_prefill_s, instances * level.ttft_s))
+            useful_s = max(useful_s, min(useful_s + level.useful_prefill_s, instances * level.ttft_s))
         return useful_s
 
     @property
@@ -98,7 +98,7 @@ class WaitingRoom:
 
     def is_held(self, priority: int) -> bool:
         """Whether a request of this priority waits for room in decode: newcomers do not pass it at once."""
-        return self._find_level(priority).held
+        return bool(self._find_level(priority).held)
 
     def find_backlog_s(self, priority: int, *, with_late: bool = False) -> float:
         """Prefill time of the requests that go before one of this priority that joins, in seconds.
@@ -144,7 +144,7 @@ class WaitingRoom:
         line.count += 1
         line.push(request)
         self.prefill_s += prefill_s
-        level.in_time_prefill_s += prefill_s
+        level.add_in_time(line, prefill_s)
         level.prefill_s += prefill_s
         if give_up_at_s < math.inf:
             heapq.heappush(self._give_ups, (give_up_at_s, number, request))
@@ -159,7 +159,8 @@ class WaitingRoom:
         level, line = request.level, request.line
         # Adding and subtracting floats leaves a rounding error: reset the sums when nobody waits.
         self.prefill_s = self.prefill_s - request.prefill_s if self.members else 0.0
-        level.in_time_prefill_s = max(0.0, level.in_time_prefill_s - request.prefill_s * request.in_time)
+        if request.in_time:
+            level.add_in_time(line, -request.prefill_s)
         level.prefill_s -= request.prefill_s
         line.count -= 1
         if not line.count:
@@ -218,6 +219,8 @@ class WaitingRoom:
         passed: list[WaitingRequest] = []
         set_aside: list[tuple[Level, Line]] = []
         held_lines: dict[Level, int] = {}
+        held_before: dict[Level, dict[Line, None]] = {}
+        """Of the levels that were asked."""
         full: list[Level] = []
         """Levels with so many held lines that no more of them are asked."""
         while True:
@@ -230,11 +233,12 @@ class WaitingRoom:
                 level.set_aside(line)
                 set_aside.append((level, line))
                 continue
+            if level not in held_before:
+                held_before[level], level.held = level.held, {}
             request = heap[0][2]
             held_for_long = level.is_held_for_long(line, now_s)
             late = not request.in_time
             result = request.waiter.try_to_leave(now_s, late=late, held_for_long=held_for_long)
-            level.held = (result is _HELD and not late) or (level in held_lines and level.held)
             if result is _LEFT:
                 self._record_departure(request)
                 if held_for_long:
@@ -244,10 +248,13 @@ class WaitingRoom:
             elif result is _HELD:
                 if line.held_since_s is None:
                     line.held_since_s = now_s
+                if not late:
+                    level.held[line] = None
                 level.set_aside(line)
                 set_aside.append((level, line))
                 held_lines[level] = held_lines.get(level, 0) + 1
                 if held_lines[level] == MAX_HELD_LINES:
+                    level.hold_further(held_before[level])
                     full.append(level)
             elif request.waiter.excludes_instances:
                 heapq.heappop(heap)
@@ -269,7 +276,7 @@ class WaitingRoom:
 
     def _move_to_late(self, request: WaitingRequest) -> None:
         request.in_time = False  # its entry among those in time is dropped by that
-        request.level.in_time_prefill_s = max(0.0, request.level.in_time_prefill_s - request.prefill_s)
+        request.level.add_in_time(request.line, -request.prefill_s)
         request.line.push(request)
 
     def _make_room(self, newcomer: Waiter) -> bool:

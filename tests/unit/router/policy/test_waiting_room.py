@@ -122,6 +122,16 @@ def test_a_held_request_does_not_stop_other_tenants_of_its_level(now_s: float) -
     assert (crowd.open(5, now_s), crowd.room.is_held(0)) == ([2.0, 3.0], now_s == 0)
 
 
+def test_a_held_request_does_not_hide_the_work_of_other_tenants_of_its_level() -> None:
+    """The autoscaler gives prefill instances to those who do not wait for decode."""
+    crowd = Crowd()
+    crowd.join(1.0, tenant="long prompts").held = True
+    for arrival_s in (2.0, 3.0):
+        crowd.join(arrival_s, tenant="short ones", fits=False)
+    crowd.open(5)
+    assert (crowd.room.waits_for_decode, crowd.room.find_useful_prefill_s(8)) == (True, 1.0)
+
+
 def test_a_held_level_sends_one_request_in_its_time_whatever_comes() -> None:
     crowd = Crowd()
     for arrival_s in (1.0, 2.0, 3.0):
