@@ -30,6 +30,8 @@ class Tier:
     admission: TierAdmission = DEFAULT_TIER_ADMISSION
     tokens_per_minute: int | None = None
     """Rate limit of each tenant; None: none."""
+    reserved: float = 0.0
+    """Fraction of the prefill and decode instances that is kept for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +160,7 @@ def _resolve_tier(tier: QoSTier, slo: Slo) -> Tier:
         -tier.spec.priority,
         _resolve_admission(tier.spec),
         None if limit is None else limit.tokens_per_minute,
+        tier.spec.reserved_fraction,
     )
 
 

@@ -79,6 +79,8 @@ TIER_NOT_FOUND = "TierNotFound"
 """A QoSTier that the service names does not exist in its namespace."""
 TENANT_MATCHED_TWICE = "TenantMatchedTwice"
 """Two QoSTiers of the service match the same tenant or API key: the first one in spec.qosTiers counts."""
+RESERVES_TOO_LARGE = "ReservesTooLarge"
+"""The QoSTiers of the service reserve more than 1 in all: each one counts in proportion."""
 INVALID_ACCESS = "InvalidAccess"
 """API keys or trusted proxies of the service cannot be used: requests that need them are refused."""
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, StrictBool, StrictInt, model_validator
+from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, model_validator
 
 from fulcrum_core.api.meta import ApiModel, Duration, PrinterColumn, Resource, cel_rules
 from fulcrum_core.values import OverloadAction, Slo
@@ -120,6 +120,15 @@ class QoSTierSpec(ApiModel):
         "share (default 0).",
     )
     slo: SloSpec | None = Field(default=None, description="Objectives of the tier (default: the service's).")
+    reserved_fraction: StrictFloat = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="Share of the prefill instances that is kept nearly idle for the tier while it sends "
+        "requests, and of the decode KV cache that lower tiers leave free. It has no effect unless requests "
+        "wait in the router (router.dispatch.mode Queue). The tiers of a service can reserve 1 in all "
+        "(default 0).",
+    )
     sheddable: StrictBool = Field(
         default=True,
         description="Whether requests may be refused when they would miss their objectives and the service's "

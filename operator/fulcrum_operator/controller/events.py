@@ -37,6 +37,7 @@ _ROLLING_OUT = (conditions.ROLLOUT_PROGRESSING, conditions.ROLLING_OUT_IN_PLACE)
 _EVENT_BY_REASON = {
     conditions.TIER_NOT_FOUND: (event_reasons.TIER_MISSING, WARNING),
     conditions.TENANT_MATCHED_TWICE: (event_reasons.TENANT_MATCHED_TWICE, WARNING),
+    conditions.RESERVES_TOO_LARGE: (event_reasons.RESERVES_TOO_LARGE, WARNING),
     conditions.INVALID_ACCESS: (event_reasons.INVALID_ACCESS, WARNING),
     conditions.ROLLOUT_PROGRESSING: (event_reasons.ROLLOUT_STARTED, NORMAL),
     conditions.ROLLING_OUT_IN_PLACE: (event_reasons.ROLLING_OUT_IN_PLACE, WARNING),

@@ -41,28 +41,36 @@ class DecodeShare:
         self.highest = max(priorities) if len(set(priorities)) > 1 else None
         self.tpot_s = tpot_s
 
-    def must_wait(self, decode: Iterable[InstanceView], *, priority: int, tokens: float) -> bool:
+    def must_wait(
+        self, decode: Iterable[InstanceView], *, priority: int, tokens: float, kept: float = 0.0
+    ) -> bool:
         """Whether a request of this priority has to wait.
 
         It has to if it is not of the highest tier, and none of these instances has room for its tokens.
         False without instances.
+
+        Args:
+            decode: The decode instances.
+            priority: Of the request's tier.
+            tokens: Of its prompt and its predicted answer.
+            kept: Share of the KV cache that other tiers have reserved.
         """
         if self.highest is None or priority >= self.highest:
             return False
         known = False
         for instance in decode:
-            if self._has_room(instance, tokens):
+            if self._has_room(instance, tokens, min(KV_SHARE, 1.0 - kept)):
                 return False
             known = True
         return known
 
-    def _has_room(self, instance: InstanceView, tokens: float) -> bool:
+    def _has_room(self, instance: InstanceView, tokens: float, kv_share: float) -> bool:
         ledger = instance.ledger
         in_use = ledger.decode_tokens + ledger.reserved_tokens
         if not in_use:
             return True
         capacity = instance.kv_capacity_tokens
-        if capacity and not _fits(in_use, tokens, KV_SHARE * capacity):
+        if capacity and not _fits(in_use, tokens, kv_share * capacity):
             return False
         limit = STEP_SHARE * instance.decode_model.max_tokens(self.tpot_s)
         return not limit or _fits(in_use, tokens, limit)

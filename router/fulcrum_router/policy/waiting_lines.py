@@ -46,6 +46,8 @@ class LeaveResult(Enum):
     """Some instance could take the request, but none would respond in time."""
     HELD = "held"
     """Decode has no room for the request: other tenants may pass."""
+    RESERVED = "reserved"
+    """The instances that could take the request are kept for other tiers: others may pass."""
 
 
 class Waiter(Protocol):
@@ -146,6 +148,11 @@ class Line:
         """A request that is not the next to leave, if there is another one; late ones first."""
         heap = self._late if any(not entry[2].gone for entry in self._late) else self._in_time
         return max((entry for entry in heap if not entry[2].gone), key=lambda entry: entry[:2])[2].waiter
+
+    def hold(self, now_s: float) -> None:
+        """Remember since when decode has no room for the next request."""
+        if self.held_since_s is None:
+            self.held_since_s = now_s
 
     def record_departure(self, request: WaitingRequest) -> None:
         """Count a request that has left for an instance."""

@@ -32,7 +32,8 @@ MAX_REQUESTS = 10_000
 MAX_HELD_LINES = 16
 """Tenants of one level that are held before its others are not asked: asking 10,000 would stop the router."""
 
-_LEFT, _LATE, _HELD = LeaveResult.LEFT, LeaveResult.LATE, LeaveResult.HELD
+_LEFT, _LATE = LeaveResult.LEFT, LeaveResult.LATE
+_HELD, _RESERVED = LeaveResult.HELD, LeaveResult.RESERVED
 
 
 class WaitingRoom:
@@ -245,11 +246,11 @@ class WaitingRoom:
                     level.passed_hold_s = now_s
             elif result is _LATE:
                 self._move_to_late(request)
-            elif result is _HELD:
-                if line.held_since_s is None:
-                    line.held_since_s = now_s
-                if not late:
-                    level.held[line] = None
+            elif result is _HELD or result is _RESERVED:
+                if result is _HELD:
+                    line.hold(now_s)
+                    if not late:
+                        level.held[line] = None
                 level.set_aside(line)
                 set_aside.append((level, line))
                 held_lines[level] = held_lines.get(level, 0) + 1

@@ -1,7 +1,8 @@
 """The settings of one simulated run: service, policy, and the delays, errors and failures to simulate."""
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from fulcrum_core.api.meta import format_duration, parse_duration
@@ -180,6 +181,7 @@ class RunOptions:
     """One run.
 
     Attributes:
+        reserved: Fraction of the instances that is reserved, by tier.
         unscored_share: Share of the time of arrivals, from its start, whose requests are not scored.
         drain_s: Longest time after the last arrival; what runs then is unfinished.
         unsheddable_tiers: Tiers whose requests admission never refuses.
@@ -192,6 +194,7 @@ class RunOptions:
     slo: Slo
     seed: int = 1
     control: ControlOptions = ControlOptions()
+    reserved: Mapping[str, float] = field(default_factory=dict)
     unscored_share: float = 0.1
     drain_s: float = 600.0
     unsheddable_tiers: frozenset[str] = frozenset()

@@ -70,6 +70,7 @@ class SimulatedRouter:
         flips: FlipSettings | None,
         prefill_ahead_s: float = math.inf,
         priorities: Collection[int] = (),
+        reserved: Mapping[str, float] = MappingProxyType({}),
         admission: AdmissionMode = AdmissionMode.OFF,
         tiers: Mapping[str, TierAdmission] = MappingProxyType({}),
     ) -> None:
@@ -87,6 +88,7 @@ class SimulatedRouter:
         self._context = JourneyContext(self.fleet, TransferPairs())
         self._context.waiting_room.prefill_ahead_s = prefill_ahead_s
         self._context.decode_share.set_tiers(priorities, tpot_s=slo.tpot_s)
+        self._context.tier_reserve.set_fractions(reserved)
         if prefill_ahead_s == math.inf:
             self._context.admission.limit_waits(priorities, ttft_s=slo.ttft_s)
         self._context.admission.mode, self._context.admission.tiers = admission, tiers

@@ -174,6 +174,7 @@ class _Simulation:
             if options.policy.dispatch is DispatchMode.QUEUE
             else math.inf,
             priorities={request.priority for request in self._workload},
+            reserved=options.reserved,
             admission=options.policy.admission,
             tiers={
                 tier: options.policy.tier_admission._replace(sheddable=tier not in options.unsheddable_tiers)

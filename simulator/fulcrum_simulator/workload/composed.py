@@ -69,7 +69,9 @@ def _triangle(period_s: float) -> Share:
     return lambda at_s: abs(1.0 - 2.0 * ((at_s / period_s) % 1.0))
 
 
-def _mix_tiers(*, flood: Sequence[tuple[TrafficMix, float]]) -> Callable[[float, int], list[WorkloadRequest]]:
+def mix_tiers(
+    flood: Sequence[tuple[TrafficMix, float]], *, duration_s: float = 900.0
+) -> Callable[[float, int], list[WorkloadRequest]]:
     """Three tiers; at factor 1 the fleet could serve code and chat at their rates together.
 
     In the middle third a tenant of the lowest tier sends `flood`, at five times the rate that is served.
@@ -78,7 +80,8 @@ def _mix_tiers(*, flood: Sequence[tuple[TrafficMix, float]]) -> Callable[[float,
     def generate(factor: float, seed: int) -> list[WorkloadRequest]:
         rng = random.Random(seed)
         requests: list[WorkloadRequest] = []
-        for tier, priority, tenant, share, (from_s, to_s) in (*_TENANTS, _FLOOD):
+        for tier, priority, tenant, share, (first, last) in (*_TENANTS, _FLOOD):
+            from_s, to_s = first * duration_s, last * duration_s
             for mix, rate_rps in flood if tenant == "flood" else _CODE_AND_CHAT:
                 at_s = from_s + rng.expovariate(rate_rps * share * factor)
                 while at_s < to_s:
@@ -94,16 +97,24 @@ def _mix_tiers(*, flood: Sequence[tuple[TrafficMix, float]]) -> Callable[[float,
 
 _PROMPTS_AND_ANSWERS = (_LONG_PROMPTS, _LONG_PROMPTS_RPS), (_LONG_ANSWERS, _LONG_ANSWERS_RPS)
 _CODE_AND_CHAT = (_CODE, _CODE_RPS), (_CHAT, _CHAT_RPS)
-_TIERS_S = 900.0
-_ALWAYS = (0.0, _TIERS_S)
+_ALWAYS = (0.0, 1.0)
 _TENANTS = (
     ("premium", 10, "acme", 0.1, _ALWAYS),
     ("standard", 0, "globex", 0.15, _ALWAYS),
     ("standard", 0, "initech", 0.15, _ALWAYS),
     ("free", -10, "hobby", 0.1, _ALWAYS),
 )
-_FLOOD = ("free", -10, "flood", 5.0, (_TIERS_S / 3, 2 * _TIERS_S / 3))
-"""Tier, priority, tenant, share of the rate that the fleet can serve, and when it sends."""
+_FLOOD = ("free", -10, "flood", 5.0, (1 / 3, 2 / 3))
+"""Tier, priority, tenant, share of the rate that the fleet can serve, and part of the time that it sends."""
+
+FLOODS: Mapping[str, Sequence[tuple[TrafficMix, float]]] = MappingProxyType(
+    {
+        "tiers": (),
+        "tiers-flood": _CODE_AND_CHAT,
+        "tiers-prompt-flood": ((_LONG_PROMPTS, 2 * _LONG_PROMPTS_RPS),),
+    }
+)
+"""By name: what floods the workload with three tiers."""
 
 COMPOSED: Mapping[str, Callable[[float, int], list[WorkloadRequest]]] = MappingProxyType(
     {
@@ -113,9 +124,7 @@ COMPOSED: Mapping[str, Callable[[float, int], list[WorkloadRequest]]] = MappingP
         "stationary": _blend(*_PROMPTS_AND_ANSWERS, lambda _at_s: 0.5, duration_s=900.0),
         "code-chat-phases-300s": _alternate(*_CODE_AND_CHAT, phase_s=300.0, duration_s=1200.0),
         "code-chat-drift": _blend(*_CODE_AND_CHAT, _triangle(900.0), duration_s=900.0),
-        "tiers": _mix_tiers(flood=()),
-        "tiers-flood": _mix_tiers(flood=_CODE_AND_CHAT),
-        "tiers-prompt-flood": _mix_tiers(flood=((_LONG_PROMPTS, 2 * _LONG_PROMPTS_RPS),)),
+        **{name: mix_tiers(flood) for name, flood in FLOODS.items()},
         "code-chat-stationary": _blend(*_CODE_AND_CHAT, lambda _at_s: 0.5, duration_s=900.0),
     }
 )

@@ -1,9 +1,11 @@
 """The condition TiersAccepted: the named QoSTiers exist, and whose requests belong to which is clear.
 
-Tenants and API keys that two tiers match, networks that are none, and API keys without effect make it False.
-The API keys are in a Secret that the operator may not read: the router reports their problems.
+Tenants and API keys that two tiers match, reserves above 1 in all, networks that are none, and API keys
+without effect make it False. The API keys are in a Secret that the operator may not read: the router reports
+their problems.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 
 from fulcrum_core.api import Condition, PDService, QoSTier, conditions
@@ -21,6 +23,7 @@ def tiers_accepted(service: PDService, tiers: Iterable[QoSTier], router: RouterS
     for reason, problems in (
         (conditions.TIER_NOT_FOUND, _find_missing(service, known)),
         (conditions.TENANT_MATCHED_TWICE, _find_matched_twice([known[n] for n in named if n in known])),
+        (conditions.RESERVES_TOO_LARGE, _find_large_reserves([known[n] for n in named if n in known])),
         (conditions.INVALID_ACCESS, _find_access_problems(service, router)),
     ):
         message = "; ".join(problems)
@@ -55,6 +58,17 @@ def _find_matched_twice(tiers: Iterable[QoSTier]) -> Iterator[str]:
                 kind, name = subject
                 pair = f"tiers {first} and {tier.metadata.name}"
                 yield f"{pair} both match the {kind} {name}: tier {first} is used"
+
+
+def _find_large_reserves(tiers: Iterable[QoSTier]) -> Iterator[str]:
+    reserves = {tier.metadata.name: tier.spec.reserved_fraction for tier in tiers}
+    total = math.fsum(reserves.values())
+    if total > 1.0:
+        parts = ", ".join(f"{name} {fraction:g}" for name, fraction in reserves.items() if fraction)
+        yield (
+            f"the tiers reserve {total:g} of the instances in all ({parts}), at most 1 can be: "
+            "the router divides each reservedFraction by that sum"
+        )
 
 
 def _find_access_problems(service: PDService, router: RouterState | None) -> Iterator[str]:

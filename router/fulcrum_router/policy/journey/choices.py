@@ -66,9 +66,10 @@ class JourneyChoices(RequestRecord[V]):
             exclude = self._failed_prefill + broken
             if context.waiting_room.prefill_ahead_s < math.inf:
                 able, full = self._list_able(now_s, exclude)
+                full += self._list_kept(now_s, able, full)
                 if full and len(full) == len(able):
                     return self._wait_for_prefill(now_s, rules, exclude, able)
-                if able and self._must_join_the_held():
+                if able and self._must_join_the_held(now_s):
                     return self._join_room(now_s, able[0].prefill_model.ttft_s(self.work.prompt_tokens))
                 exclude += full
             decision = self._choose_prefill(now_s, rules, exclude)
@@ -125,6 +126,8 @@ class JourneyChoices(RequestRecord[V]):
         compute_s = instance.prefill_model.ttft_s(tokens)
         self._prefill_entry = ledger.add_prefill(tokens=tokens, predicted_s=compute_s, now_s=now_s)
         self.prefill_instance, self.prefill_open, self.state = instance, True, _PREFILL
+        if context.tier_reserve.begin(self.work.tier, instance.name):
+            self._reserved_on = instance.name
         if not protocol.legs_at_once or decode is None:
             return _SEND_PREFILL
         self._release_reservation()
@@ -275,6 +278,14 @@ class JourneyChoices(RequestRecord[V]):
         ]
         return able, tuple(full)
 
+    def _list_kept(self, now_s: float, able: list[V], full: tuple[str, ...]) -> tuple[str, ...]:
+        """The names of the other able instances that are kept for prompts of other tiers."""
+        work, prefill = self.work, self._context.fleet.candidates.prefill
+        kept = self._context.tier_reserve.list_kept(
+            prefill, work.tier, tokens=work.prompt_tokens, now_s=now_s
+        )
+        return tuple(i.name for i in able if i.name in kept and i.name not in full) if kept else ()
+
     def _wait_for_prefill(
         self, now_s: float, rules: FlipProposalRules, exclude: tuple[str, ...], able: list[V]
     ) -> Action:
@@ -301,7 +312,7 @@ class JourneyChoices(RequestRecord[V]):
                 return self._ask_for_flip(now_s, decision)
         return self._join_room(now_s, own_s)
 
-    def _is_held(self) -> bool:
+    def _is_held(self, now_s: float) -> bool:
         """Whether decode has no room for a request of this tier."""
         context, work = self._context, self.work
         share = context.decode_share
@@ -309,12 +320,14 @@ class JourneyChoices(RequestRecord[V]):
             return False
         output_tokens = context.demand.lengths.predict(work.tenant, work.prompt_tokens)
         tokens = work.context_tokens + work.choices * output_tokens
-        return share.must_wait(context.fleet.candidates.decode, priority=work.priority, tokens=tokens)
+        kept = context.tier_reserve.find_kept_fraction(work.tier, now_s)
+        decode = context.fleet.candidates.decode
+        return share.must_wait(decode, priority=work.priority, tokens=tokens, kept=kept)
 
-    def _must_join_the_held(self) -> bool:
+    def _must_join_the_held(self, now_s: float) -> bool:
         """Whether decode has no room for a request that has not waited yet, or for one that came before."""
         is_new = self.state in _BEFORE_THE_ROOM and not self.continues
-        return is_new and (self._context.waiting_room.is_held(self.work.priority) or self._is_held())
+        return is_new and (self._context.waiting_room.is_held(self.work.priority) or self._is_held(now_s))
 
     def _must_wait_for_decode(self, now_s: float) -> bool:
         """Whether a request without a prefill leg waits: it passes nobody who came before."""
@@ -323,7 +336,7 @@ class JourneyChoices(RequestRecord[V]):
             return False
         able, full = self._list_able(now_s, ())
         is_behind = self.state is State.ARRIVED and bool(room.members)
-        return bool(able) and (is_behind or len(full) == len(able) or self._must_join_the_held())
+        return bool(able) and (is_behind or len(full) == len(able) or self._must_join_the_held(now_s))
 
     def _join_room(self, now_s: float, prefill_s: float) -> Action:
         """Wait; `prefill_s` is the work of prefill instances that the request brings."""
@@ -400,7 +413,10 @@ class JourneyChoices(RequestRecord[V]):
             return LeaveResult.BLOCKED
         if not late and not self._can_be_in_time(now_s, exclude + full, able):
             return LeaveResult.LATE
-        if not held_for_long and self._is_held():
+        kept = self._list_kept(now_s, able, full)
+        if kept and len(full) + len(kept) == len(able):
+            return LeaveResult.RESERVED
+        if not held_for_long and self._is_held(now_s):
             return LeaveResult.HELD
         context.waiting_room.leave(self)
         action = self._seek_prefill(now_s, NO_FLIP_PROPOSALS)

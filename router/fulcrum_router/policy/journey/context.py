@@ -32,6 +32,7 @@ from fulcrum_router.policy.ledger import Ledger
 from fulcrum_router.policy.pairs import TransferPairs
 from fulcrum_router.policy.rate_limits import RateLimits
 from fulcrum_router.policy.retry_budget import RetryBudget
+from fulcrum_router.policy.tier_reserve import TierReserve
 from fulcrum_router.policy.waiting_room import WaitingRoom
 from fulcrum_router.policy.work import Work
 
@@ -109,6 +110,7 @@ class JourneyContext(Generic[V]):
         "rate_limits",
         "retry_budget",
         "shed_until_s",
+        "tier_reserve",
         "waiting_room",
     )
 
@@ -129,6 +131,7 @@ class JourneyContext(Generic[V]):
         self.waiting_room = WaitingRoom()
         self.engine_deaths = EngineDeaths()
         self.decode_share = DecodeShare()
+        self.tier_reserve = TierReserve()
         self.shed_until_s: dict[str, float] = {}
         """Time until which an instance that has shed a request gets none of those that wait. An engine that
         sheds has no work, so that it would be the least loaded one.
@@ -142,6 +145,7 @@ class JourneyContext(Generic[V]):
         that is hopeless does not count: a flood that cannot be served must not move the instances that the
         others need.
         """
+        self.tier_reserve.record_arrival(work.tier, work.arrival_s)
         candidates = self.fleet.candidates
         able = candidates.prefill or candidates.decode
         tokens, prefill_s = work.prompt_tokens, 0.0

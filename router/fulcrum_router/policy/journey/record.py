@@ -44,6 +44,7 @@ class RequestRecord(Generic[V]):
         "_no_prefill_leg",
         "_prefill_entry",
         "_reservation",
+        "_reserved_on",
         "_suspicions",
         "_taken_tokens",
         "_transfer_entry",
@@ -87,6 +88,8 @@ class RequestRecord(Generic[V]):
     """Output tokens taken from the rate limit of the tenant; None: it has none."""
     _is_judged: bool
     """Whether admission has decided, or need not; then the request is not refused later."""
+    _reserved_on: str | None
+    """Instance that computes the prompt out of the reserve of its tier; None: none does."""
     must_recompute: bool
     """Whether the prompt must be computed again, without any KV that was computed before."""
 
@@ -149,7 +152,7 @@ class RequestRecord(Generic[V]):
         self._decode_attempts = self._suspicions = 0
         self._lease_from_s = self._asked_at_s = 0.0
         self._last_action: Action | None = None
-        self.must_recompute = False
+        self.must_recompute, self._reserved_on = False, None
 
     @property
     def expected_transfer_s(self) -> float:
@@ -169,6 +172,9 @@ class RequestRecord(Generic[V]):
         if self._prefill_entry is not None:
             self.prefill_computed_for_s = self._prefill_entry.release(now_s)
             self._prefill_entry = None
+            if self._reserved_on is not None:
+                self._context.tier_reserve.end(self._reserved_on)
+                self._reserved_on = None
             if self._context.waiting_room.members:
                 self._context.waiting_room.reconsider(now_s)
 

@@ -211,6 +211,7 @@ CONDITIONS = [
         conditions.TENANT_MATCHED_TWICE,
         "TenantMatchedTwice",
     ),
+    (conditions.TIERS_ACCEPTED, conditions.TIERS_FOUND, conditions.RESERVES_TOO_LARGE, "ReservesTooLarge"),
     (conditions.TIERS_ACCEPTED, conditions.TIERS_FOUND, conditions.INVALID_ACCESS, "InvalidAccess"),
     (conditions.PROGRESSING, conditions.SETTLED, conditions.ROLLOUT_PROGRESSING, "RolloutStarted"),
     (conditions.PROGRESSING, conditions.ROLLOUT_PROGRESSING, conditions.SETTLED, "RolloutCompleted"),

@@ -17,6 +17,10 @@ def tier(name: str, **match: Any) -> QoSTier:
     return QoSTier.model_validate({"metadata": {"name": name}, "spec": {"match": match}})
 
 
+def reserving(name: str, fraction: float) -> QoSTier:
+    return QoSTier.model_validate({"metadata": {"name": name}, "spec": {"reservedFraction": fraction}})
+
+
 def judge(subject: PDService, *tiers: QoSTier, router: RouterState | None = None) -> tuple[str, str, str]:
     found = tiers_accepted(subject, tiers, router)
     return found.status, found.reason, found.message
@@ -63,6 +67,23 @@ def named(*names: str, auth: dict[str, Any] | None = None) -> PDService:
             (tier("gold", tenants=["a"]), tier("other", tenants=["a"])),
             ("True", "TiersFound", "1 tier"),
             id="tiers of other services do not count",
+        ),
+        pytest.param(
+            named("gold", "silver", "free", auth=KEYS),
+            (reserving("gold", 0.7), reserving("silver", 0.4), reserving("free", 0.0)),
+            (
+                "False",
+                "ReservesTooLarge",
+                "the tiers reserve 1.1 of the instances in all (gold 0.7, silver 0.4), at most 1 can be: "
+                "the router divides each reservedFraction by that sum",
+            ),
+            id="reserves above 1",
+        ),
+        pytest.param(
+            named("gold", "silver", auth=KEYS),
+            (reserving("gold", 0.6), reserving("silver", 0.4), reserving("other", 0.5)),
+            ("True", "TiersFound", "2 tiers"),
+            id="reserves of 1",
         ),
         pytest.param(
             named("gold", auth={"trustedProxies": ["10.0.0.0/8", "10.0.0.1/8", "999.0.0.0/8"]}),

@@ -1,0 +1,109 @@
+"""The reserve of a tier: instances that are kept ready for it, and when others may use them."""
+
+import pytest
+
+from fulcrum_core.values import Role
+from fulcrum_router.policy.journey import Action, Journey, JourneyContext
+from fulcrum_router.policy.pairs import TransferPairs
+from fulcrum_router.policy.tier_reserve import IDLE_S, TierReserve
+from tests.unit.router.builders import FakeFleet, FakeInstance, instance, work
+
+LONG, SHORT = 500, 50
+"""Tokens of prompts that take 0.5 and 0.05 s."""
+
+
+def four_instances(*queued_s: float) -> list[FakeInstance]:
+    return [
+        instance(f"p{number}", role=Role.PREFILL, queued_s=seconds) for number, seconds in enumerate(queued_s)
+    ]
+
+
+def reserve_of(**fractions: float) -> TierReserve:
+    reserve = TierReserve()
+    reserve.set_fractions(fractions)
+    for tier in fractions:
+        reserve.record_arrival(tier, 0.0)
+    return reserve
+
+
+@pytest.mark.parametrize(
+    ("reserve", "queued_s", "tier", "tokens", "kept"),
+    [
+        pytest.param(reserve_of(gold=0.25), (0, 0, 2, 2), "free", LONG, (), id="one is spare besides"),
+        pytest.param(reserve_of(gold=0.25), (0, 2, 2, 2), "free", LONG, ("p0",), id="the last spare one"),
+        pytest.param(reserve_of(gold=0.25), (0, 2, 2, 2), "free", SHORT, (), id="short prompts are lent to"),
+        pytest.param(
+            reserve_of(gold=0.25), (2, 2, 2, 2), "free", LONG, ("p0", "p1", "p2", "p3"), id="none is spare"
+        ),
+        pytest.param(reserve_of(gold=0.3), (0, 0, 2, 2), "free", LONG, ("p0", "p1"), id="rounded up"),
+        pytest.param(reserve_of(gold=1.0), (0, 0, 0, 0), "free", LONG, (), id="one is for everybody"),
+        pytest.param(reserve_of(gold=0.25), (0, 2, 2, 2), "gold", LONG, (), id="its own tier"),
+        pytest.param(
+            reserve_of(gold=0.25, silver=0.25),
+            (0, 0, 2, 2),
+            "gold",
+            LONG,
+            (),
+            id="two tiers, one may use one",
+        ),
+        pytest.param(
+            reserve_of(gold=0.25, silver=0.25), (0, 0, 2, 2), "free", LONG, ("p0", "p1"), id="two tiers"
+        ),
+        pytest.param(
+            reserve_of(gold=1.5, silver=1.5), (0, 0, 0, 2), "gold", LONG, (), id="above 1: in proportion"
+        ),
+    ],
+)
+def test_prompts_leave_as_many_instances_ready_as_other_tiers_have_reserved(
+    reserve: TierReserve, queued_s: tuple[float, ...], tier: str, tokens: int, kept: tuple[str, ...]
+) -> None:
+    assert reserve.list_kept(four_instances(*queued_s), tier, tokens=tokens, now_s=0.0) == kept
+
+
+def test_the_reserve_of_a_tier_without_requests_is_lent_and_is_back_with_the_next_one() -> None:
+    reserve, instances = reserve_of(gold=0.25), four_instances(0, 2, 2, 2)
+    found = [
+        reserve.list_kept(instances, "free", tokens=LONG, now_s=now_s) for now_s in (IDLE_S, IDLE_S + 1.0)
+    ]
+    reserve.record_arrival("gold", IDLE_S + 1.0)
+    found.append(reserve.list_kept(instances, "free", tokens=LONG, now_s=IDLE_S + 1.0))
+    assert found == [("p0",), (), ("p0",)]
+
+
+def test_an_instance_that_computes_for_the_tier_is_its_reserve() -> None:
+    reserve, instances = reserve_of(gold=0.25), four_instances(0, 2, 2, 2)
+    kept = [reserve.begin("free", "p1"), reserve.begin("gold", "p1")]
+    kept.append(bool(reserve.list_kept(instances, "free", tokens=LONG, now_s=0.0)))
+    reserve.end("p1")
+    kept.append(bool(reserve.list_kept(instances, "free", tokens=LONG, now_s=0.0)))
+    assert kept == [False, True, False, True]
+
+
+def test_a_long_prompt_of_another_tier_waits_and_one_of_the_tier_does_not() -> None:
+    fleet = FakeFleet([*four_instances(0, 2, 2, 2), instance("d", role=Role.DECODE)])
+    context: JourneyContext[FakeInstance] = JourneyContext(fleet, TransferPairs())
+    context.waiting_room.prefill_ahead_s = 0.5
+    context.tier_reserve.set_fractions({"gold": 0.25})
+    context.tier_reserve.record_arrival("gold", 0.0)
+    free, gold = (
+        Journey(context, work(LONG)._replace(tier=tier, priority=priority, tenant=tier))
+        for tier, priority in (("free", 0), ("gold", 1))
+    )
+    began = free.begin(0.0), gold.begin(0.0)
+    context.waiting_room.reconsider(0.0)
+    assert (began, gold.prefill_instance and gold.prefill_instance.name) == (
+        (Action.WAIT, Action.SEND_PREFILL),
+        "p0",
+    )
+
+
+def test_a_long_prompt_that_waits_for_the_reserve_lets_short_ones_of_its_tier_pass() -> None:
+    fleet = FakeFleet([*four_instances(0, 2, 2, 2), instance("d", role=Role.DECODE)])
+    context: JourneyContext[FakeInstance] = JourneyContext(fleet, TransferPairs())
+    context.waiting_room.prefill_ahead_s = 0.5
+    context.tier_reserve.set_fractions({"gold": 0.25})
+    context.tier_reserve.record_arrival("gold", 0.0)
+    waiting = [
+        Journey(context, work(tokens)._replace(tier="free", tenant=f"{tokens}")) for tokens in (LONG, SHORT)
+    ]
+    assert [journey.begin(0.0) for journey in waiting] == [Action.WAIT, Action.SEND_PREFILL]
