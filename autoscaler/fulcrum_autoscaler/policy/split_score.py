@@ -7,6 +7,7 @@ With P prefill and D decode instances, S_T and S_D the objectives, and a horizon
     TPOT       x / (0.8·MT)                 x: KV tokens per instance, MT: tokens whose step takes S_D
     KV cache   x / (0.9·capacity)           capacity: KV tokens that fit one instance
     sequences  requests per instance / those that an engine decodes together (`batch_limit`)
+    held       decode instances now / D, while requests of lower tiers wait in the router for room in decode
 
 The KV tokens follow from the tokens R of the requests in flight, of those in the prefill queue only as many
 as are computed within the horizon, min(1, P·H/Q), and from those R* = a·I(x) that the arrivals
@@ -47,6 +48,8 @@ class Need:
     """Inter-token latency now: measured, or as predicted for the tokens in flight."""
     sequences_max: float
     """Requests that an engine decodes together; infinite: not known."""
+    full_decode_instances: int = 0
+    """Decode instances now, if requests wait in the router for room in decode; else 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +97,7 @@ def measure_need(observation: Observation, rates: Rates, slo: Slo, sequences_max
         kv_capacity_tokens=math.inf if capacity is None else capacity,
         itl_s=intercept_s + slope_s * tokens / len(decode) if itl_s is None else itl_s,
         sequences_max=sequences_max,
+        full_decode_instances=len(decode) if any(s.decode_is_full for s in decode) else 0,
     )
 
 
@@ -114,6 +118,7 @@ def score_split(prefill: int, decode: int, need: Need, slo: Slo, *, horizon_s: f
             "TPOT": tokens / (BATCH_FULL * need.max_tokens),
             "KV cache": tokens / (KV_FULL * need.kv_capacity_tokens),
             "sequences": sequences / need.sequences_max,
+            "held": need.full_decode_instances / decode,
         },
     )
 

@@ -107,7 +107,7 @@ def test_each_ratio_of_a_split_compares_what_it_needs_with_what_it_has() -> None
         sequences_max=20,
     )
     score = score_split(2, 2, need, Slo(1.0, 0.1), horizon_s=0.0)
-    expected = {"prefill": 1.5, "TTFT": 2.3, "TPOT": 0.0, "KV cache": 0.0, "sequences": 0.0}
+    expected = {"prefill": 1.5, "TTFT": 2.3, "TPOT": 0.0, "KV cache": 0.0, "sequences": 0.0, "held": 0.0}
     assert score.ratios == pytest.approx(expected)
 
 
@@ -175,6 +175,14 @@ def test_a_comfortable_split_stays_although_another_one_needs_less() -> None:
         DecisionAction.HOLD,
         "split 4:4 (prefill at 0.80): at most 0.85 is enough",
     )
+
+
+def test_decode_gets_an_instance_while_requests_wait_for_room_in_decode() -> None:
+    """Else prefill instances would be idle: what is held in the router is no work of theirs."""
+    instances = [state.model_copy(update={"decode_is_full": True}) for state in four_and_four()]
+    decisions = run_ticks(*(observe(t, *instances, prefill=2.0) for t in range(1, 9)))
+    flips = [(d.to, len(d.further_instances)) for d in decisions if d.action is DecisionAction.FLIP]
+    assert flips[:1] == [(Role.DECODE, 0)]
 
 
 def test_the_floor_of_a_role_is_kept() -> None:
