@@ -1,4 +1,7 @@
-"""Checks of what a request passes: Service, router, serving instances; in a local run also the autoscaler."""
+"""Checks of the parts that a request goes through: Service, router, serving instances.
+
+In a local run also of the autoscaler.
+"""
 
 from collections.abc import Sequence
 

@@ -1,12 +1,13 @@
 """Decides who may call the live page's server. Pure.
 
-Any page that the user has open can send requests to this machine. Three checks keep them out:
+Pages of other sites in the user's browser, and other users of this machine, can send requests to the server.
+Three checks refuse them:
 
-* Host: a name that is not this machine's own means DNS rebinding, in which a foreign page's name resolves to
+* Host must be a loopback name. Another name means DNS rebinding, in which a foreign page's name resolves to
   127.0.0.1. Any port is allowed, so that a port forwarded by ssh works.
-* Origin and Sec-Fetch-Site: what browsers say of the page that calls.
-* Token: other users of this machine have none. It is in the fragment of the address, which a browser does
-  not send.
+* Origin and Sec-Fetch-Site, which browsers set, must name this page; they may be missing.
+* The token is a secret that other users of this machine do not know. It is in the address after `#`, which
+  browsers do not send to servers.
 """
 
 import secrets
@@ -51,7 +52,7 @@ def check_host(headers: Mapping[str, str]) -> Refused | None:
 
 
 def check_call(headers: Mapping[str, str], *, token: str) -> Refused | None:
-    """Refuse a call of the API that is not made by the page itself with the token; None: it is allowed."""
+    """Refuse a request to `/api/` unless its Host, its origin and its token are right; None: they are."""
     if refused := check_host(headers):
         return refused
     origin, site = headers.get("Origin"), headers.get("Sec-Fetch-Site")

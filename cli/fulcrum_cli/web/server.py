@@ -1,8 +1,8 @@
 """The live page's server on loopback: the page, its stream of states, and the actions that `play` allows.
 
-GET  /             the page and its two files; no secret is in them
+GET  /             the page and its script, style and icon; none holds a secret
 GET  /api/states   server-sent events, one state each; needs the token
-POST /api/actions  {"action": …}; needs the token, and exists only in `play`
+POST /api/actions  {"action": …}; needs the token, and exists only with `play --web`
 """
 
 import asyncio
@@ -40,7 +40,7 @@ def make_app(
     run_action: RunAction | None = None,
     write_timeout_s: float = WRITE_TIMEOUT_S,
 ) -> web.Application:
-    """Make the application. Without `run_action` the page only shows."""
+    """Make the application. Without `run_action` the page only shows the state."""
 
     @web.middleware
     async def check_access(request: web.Request, handler: _Handler) -> web.StreamResponse:

@@ -1,8 +1,11 @@
-"""Which objects belong to a service: those whose controller it is. No other object may be changed or deleted.
+"""Which objects belong to a service. No other object may be changed or deleted.
 
-An object of the service without any controller was orphaned (`kubectl delete --cascade=orphan`); a service
-of the same name adopts it. `controller/children` asks about Kubernetes' kinds, `controller/reconcile` about
-Fulcrum's own.
+A PDPool or an object of Kubernetes belongs to the service if that is its controller, by uid. A PDInstance
+does if it names the service and its controller is a PDPool or missing. An object that was made for a service
+of this name and has no controller was orphaned (`kubectl delete --cascade=orphan`); the service adopts it.
+
+Called by `controller/children` for kinds of Kubernetes, by `controller/reconcile` for Fulcrum's own, and by
+`controller/pods` for pods.
 """
 
 from collections.abc import Iterable, Mapping
@@ -65,9 +68,9 @@ class OwnedObjects:
     instances: tuple[PDInstance, ...]
     orphaned_pools: frozenset[str]
     taken_pools: dict[str, str]
-    """See `Observed`."""
+    """Names of needed pools that objects of others have, each with a line on whose they are."""
     taken_names: frozenset[str]
-    """See `Observed`."""
+    """Names of the PDInstances in the namespace that are not the service's."""
 
 
 def find_owned_objects(
@@ -75,7 +78,7 @@ def find_owned_objects(
 ) -> OwnedObjects:
     """Find the service's objects among all PDPools and PDInstances of its namespace, orphaned pools included.
 
-    Also the names that it needs or might choose and that objects of others have.
+    Also returns the names that objects of others take.
     """
     own, orphaned, taken = [], set(), {}
     needed = list_pool_names(service)
@@ -96,7 +99,7 @@ def find_owned_objects(
 
 
 def _is_member(instance: PDInstance, service: PDService) -> bool:
-    """Whether the instance was made for one of the service's pools, also for one that was deleted."""
+    """Whether the instance names the service, and a PDPool or nothing controls it; the pool may be gone."""
     owner = instance.metadata.controller
     made_by_pool = owner is None or owner.kind == PDPool.kind_name()
     return made_by_pool and instance.spec.service == service.metadata.name

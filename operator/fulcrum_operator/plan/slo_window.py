@@ -2,8 +2,11 @@
 
 The counters run from the router's start. A request is in the window if it was counted between two samples of
 the same active router, so requests that end around a restart are missing. Requests that their client
-cancelled in time count neither as met nor as missed. `controller/reconcile` keeps the window between
-reconciles, and `status/slo_met` turns its report into a condition.
+cancelled in time count neither as met nor as missed. SLOMet is False if a tier with at least `MIN_REQUESTS`
+requests is below the objective; if no tier has as many, all requests are judged together.
+
+`controller/reconcile` keeps the window between reconciles, and `status/slo_met` turns its report into a
+condition.
 """
 
 import math
@@ -23,11 +26,11 @@ SAMPLE_INTERVAL_S = 5.0
 REPORT_INTERVAL_S = 30.0
 """Minimum seconds between two changes of the report's figures."""
 REASON_INTERVAL_S = 10.0
-"""Minimum seconds until the reason may change: what holds the SLO back now is named within 15 s."""
+"""Minimum seconds between two changes of the reason. With `SAMPLE_INTERVAL_S`, it takes at most 15 s."""
 RECENT_S = 15.0
-"""The part by which requests miss now is judged by the misses of this many seconds."""
+"""Only misses of this many last seconds decide which latency part is named."""
 _KEEPS_FROM = 0.5
-"""Share of the misses of the leading part from which the part that was named before stays named."""
+"""The part named before stays named while it has at least this share of the leading part's misses."""
 _REASONS = {
     "admission": conditions.MISSED_BY_ADMISSION,
     "waiting": conditions.MISSED_BY_WAITING,
@@ -183,7 +186,7 @@ def count_misses(samples: Iterable[SloSample]) -> Counter[str]:
 def find_part_of_misses(
     samples: tuple[SloSample, ...], named_before: str | None, *, now_s: float
 ) -> tuple[str, int, int] | None:
-    """The latency part by which most requests miss now, its misses and those of all parts; None: no miss.
+    """Return the latency part with the most misses now, its misses and those of all parts; None: no miss.
 
     The misses of the last `RECENT_S` count; without any, those of the whole window. `named_before` stays
     while it has half as many misses as the leading part, so that two equal parts do not alternate.

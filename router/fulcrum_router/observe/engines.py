@@ -1,7 +1,8 @@
-"""Probe the engines: read their metrics once a second, eject silent instances, readmit healthy ones.
+"""Probe the engines: read their metrics once a second, eject those that do not respond, readmit healthy ones.
 
-An ejected instance gets requests for its health instead, at growing intervals. `EngineProber.run` also has
-`outliers` judge the instances that respond.
+An ejected instance gets requests for `/health` instead, at growing intervals. `EngineProber.run` also calls
+`outliers`, which judges the instances that respond. What was read is stored in the instance, and teaches its
+latency model of decode.
 
 The metrics hold what the data path cannot measure: inter-token latency of requests that are not streamed, KV
 cache use, and the requests of other routers. A probe uses the instance's connection pool, as requests do.
@@ -37,7 +38,8 @@ from fulcrum_router.policy.intervals import PROBE_INTERVAL_S
 log = structlog.get_logger()
 
 MISSED_PROBES_TO_EJECT = 3
-"""Failed probes in a row that eject an instance; one is enough if the engine cannot be reached."""
+"""Failed probes in a row that eject an instance, a refused connection included; one is enough if its host
+cannot be reached (`Failure.UNREACHABLE`)."""
 NO_RESPONSE_FAILURES = frozenset({Failure.TIMEOUT, Failure.UNREACHABLE, Failure.REFUSED})
 """Failures that mean that the engine does not respond at all."""
 
@@ -122,7 +124,7 @@ class EngineProber:
 
     @staticmethod
     def _serves_ejected_legs(instance: Instance) -> bool:
-        """Whether the instance was ejected by judgement: its probes judge the legs that it still has."""
+        """Whether to go on reading an instance that was ejected by judgement: it still has legs."""
         return instance.health.judged and time.monotonic() < instance.health.probe_at_s
 
     @staticmethod

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from fulcrum_core.api import conditions
 
 WARM_FOR_S = 3_300.0
-"""Seconds after a transfer for which two engines count as connected. They drop a peer that they have not read
-from for 3,600 s (vLLM's engine_ttl)."""
+"""Seconds for which two engines count as connected (warm) after a transfer that was not recomputed; a miss
+makes the pair cold at once. vLLM drops a peer after 3,600 s without a read (engine_ttl)."""
 HANDSHAKE_TIMEOUT_S = 5.0
 """Seconds that an engine waits for a peer that does not respond (vLLM)."""
 DEFAULT_BLOCK_TOKENS = 128
@@ -21,7 +21,10 @@ DEFAULT_BLOCK_TOKENS = 128
 MIN_TIMED_TOKENS = 256
 """Shorter prompts are not timed: the engine's step dominates."""
 PROBLEM_AFTER_MISSES = 2
-"""Misses in a row after which a pair has a problem. A single one may mean that an instance just died."""
+"""Misses in a row after which a pair has a problem; a single one may mean that an instance just died.
+
+A miss is a transfer with outcome RECOMPUTED.
+"""
 _SLOW_FACTOR = 3.0
 """A transfer is slow above this multiple of the time to compute the prompt, if no fabric is declared."""
 _SLOW_AFTER_TRANSFERS = 3
@@ -40,7 +43,8 @@ class TransferOutcome(StrEnum):
     RECOMPUTED = "recomputed"
     """The engine computed the prompt, or part of it, itself."""
     UNKNOWN = "unknown"
-    """The engine does not report cached tokens."""
+    """The engine does not report cached tokens. Counts as a success: it ends a row of misses and
+    makes the pair warm, but verifies nothing."""
 
     __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call
 
@@ -48,9 +52,9 @@ class TransferOutcome(StrEnum):
 def classify_transfer(*, prompt_tokens: int, cached_tokens: int | None, block_tokens: int) -> TransferOutcome:
     """Classify a transfer by the number of prompt tokens that the decode engine reports as cached.
 
-    All whole blocks of the prompt must be cached, except for the last token: an engine with the KV of the
-    whole prompt computes the last token again, and some engines then report one block less. Tokens from the
-    engine's own prefix cache count as transferred; a canary's cache salt rules these out.
+    Verified if all whole blocks of the prompt without its last token are cached. The last token does not
+    count: an engine computes it again even with the whole KV, and some then report one block less. Tokens
+    from the engine's own prefix cache count as transferred; a canary's cache salt rules these out.
     """
     if cached_tokens is None:
         return TransferOutcome.UNKNOWN
@@ -118,7 +122,7 @@ class TransferPair:
 
     @property
     def suspect(self) -> bool:
-        """Whether the last transfer failed, or the pair has a problem."""
+        """Whether the last transfer was a miss, or the pair has a problem."""
         return self._misses > 0 or self.reason in conditions.KV_TRANSFER_PROBLEMS
 
     def estimate_wait_s(self, cold_s: float, now_s: float) -> float:
@@ -128,7 +132,10 @@ class TransferPair:
         return (self.handshake_s or cold_s) if self.warm_until_s <= now_s else 0.0
 
     def invalidate(self) -> None:
-        """Reset what was measured: one of the engines was restarted, or may have been. The counts remain."""
+        """Forget the state and the transfer times, since one of the engines was restarted, or may have been.
+
+        The counts and the time of the last handshake remain.
+        """
         self.warm_until_s = self.last_used_s = -math.inf
         self.reason = conditions.NO_TRAFFIC_YET
         self.has_transferred, self._miss_reason = False, ""
@@ -207,7 +214,7 @@ class TransferPair:
 
 
 class SourcePairs(NamedTuple):
-    """The pairs of one prefill instance, with the durations of the whole service that theirs compare with."""
+    """The pairs of one prefill instance, and two durations of the whole service to compare them with."""
 
     by_decode: Mapping[str, TransferPair]
     """Pairs of the source by decode instance. A pair without a record has never transferred: it is cold."""

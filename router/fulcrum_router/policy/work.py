@@ -1,6 +1,6 @@
 """The work that one client request asks of the instances, as dispatch and the journey read it.
 
-Measuring a request is left to the data path, choosing instances for it to `dispatch`.
+The data path measures the request and makes the Work; `dispatch` chooses instances for it.
 """
 
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ class Work(NamedTuple):
     """One client request as work. A named tuple: frozen, and made in a third of a dataclass's time."""
 
     prompt_tokens: int
-    """Tokens of the prompt; an estimate until an engine has counted them."""
+    """Tokens of all prompts of the request together; an estimate until an engine has counted them."""
     slo: Slo
     """Objectives of the request's tier."""
     deadline_s: float
-    """Time on the monotonic clock by which the first byte must reach the client: arrival + S_T."""
+    """Time on the monotonic clock by which the first byte must reach the client: arrival + TTFT objective."""
     output_limit: int = 0
     """Output tokens that the client allows for each choice; 0: not known."""
     cached_tokens: Mapping[str, int] = NOT_CACHED
@@ -33,9 +33,9 @@ class Work(NamedTuple):
     tenant: str = ""
     """Tenant that sent the request; empty: unknown."""
     choices: int = 1
-    """Texts that the engine generates for the request."""
+    """Texts that the engine generates, over all prompts: `n` for each of them."""
     prompts: int = 1
-    """Prompts of the request; as many choices for each."""
+    """Number of prompts. Each has `choices / prompts` choices."""
 
     @property
     def arrival_s(self) -> float:
@@ -44,7 +44,8 @@ class Work(NamedTuple):
 
     @property
     def context_tokens(self) -> int:
-        """Prompt tokens that decode reads in each step: each text reads its prompt, even a shared one."""
+        """Prompt tokens that decode reads in each step: a prompt with n choices counts n times, though its KV
+        is stored once."""
         return self.prompt_tokens * self.choices // self.prompts
 
     def with_prompt_tokens(self, prompt_tokens: int) -> "Work":

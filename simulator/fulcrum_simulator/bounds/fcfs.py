@@ -1,4 +1,4 @@
-"""B5: what k parallel prefill instances reach that serve prompts first come, first served.
+"""B5: the rate that k parallel prefill instances reach if they serve prompts first come, first served.
 
 A reference, not a bound: another order can do better. Decode is ignored.
 """

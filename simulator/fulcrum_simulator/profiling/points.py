@@ -7,7 +7,7 @@ from fulcrum_core.errors import InvalidInput
 PREFILL_POINTS = 8
 GRID_POINTS = 5
 DECODE_STEPS = 24
-"""Steps that are measured at one point of the decode grid."""
+"""Steps that are measured at first at one point of the decode grid; more, if too few were undisturbed."""
 _TOKENS_MIN = 64
 """Shortest prompt."""
 _CACHE_SHARE = 0.8
@@ -31,7 +31,7 @@ def plan_measurement(
     """Return the points for an engine.
 
     Raises:
-        InvalidInput: if the engine is too small for different points.
+        InvalidInput: if the KV cache is too small for several different points.
     """
     longest = min(max_model_tokens - 1, int(kv_tokens * _CACHE_SHARE))
     # Half of the cache for the prompts; the other half for what they generate while all are prefilled.
@@ -54,6 +54,9 @@ def plan_measurement(
 
 
 def spread(first: int, last: int, count: int) -> tuple[int, ...]:
-    """Return up to `count` whole numbers from `first` to `last`, each by the same factor above the last."""
+    """Return up to `count` whole numbers from `first` to `last`, each larger by the same factor.
+
+    Numbers that are equal after rounding are returned once.
+    """
     factor = (last / first) ** (1 / (count - 1))
     return tuple(sorted({round(first * factor**index) for index in range(count)}))
