@@ -1,4 +1,4 @@
-"""Forces flips as fast as they are acknowledged, and kills engines at an interval (--flips, --kill-every)."""
+"""For `play`: makes flips one after the other (--flips) and kills engines at an interval (--kill-every)."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -13,8 +13,9 @@ from fulcrum_core.ports import Store
 from fulcrum_core.values import Role
 
 ACKNOWLEDGE_TIMEOUT_S = 5.0
+"""Longest wait for the router's acknowledgement of a flip. After it the flip counts as made."""
 NO_FLIP_TIMEOUT_S = 5.0
-"""Seconds without a possible flip, while all instances serve, after which none will become possible."""
+"""If all instances serve and every flip is refused for this long, `run` gives up."""
 
 _RETRY_INTERVAL_S = 0.05
 
@@ -25,7 +26,10 @@ class NoFlipPossible(FulcrumError):
 
 @dataclass(slots=True)
 class ForcedFlips:
-    """Flips one instance after the other, alternating between flips to decode and to prefill."""
+    """Flips one instance after the other, to decode and to prefill in turn.
+
+    If no instance may flip in one direction, one is flipped in the other.
+    """
 
     store: Store
     observer: Observer
@@ -36,7 +40,7 @@ class ForcedFlips:
     """Why the last flip was refused."""
 
     async def run(self, count: int) -> None:
-        """Make `count` flips, each as soon as the router has acknowledged the previous one.
+        """Make `count` flips, each once the previous one is acknowledged or its wait timed out.
 
         Raises:
             NoFlipPossible: if all instances serve and none may flip for `NO_FLIP_TIMEOUT_S`.
@@ -58,17 +62,22 @@ class ForcedFlips:
         return all(i.is_serving for i in self.observer.instances.values())
 
     async def _flip_one(self, from_role: Role) -> bool:
-        """Flip one instance of the role; return False if none may flip or every write conflicted."""
+        """Flip the next instance of the role that may flip; False if none may, or all writes conflicted."""
         candidates = self._candidates(await self._assignment(), from_role)
-        if not candidates:
-            return False
-        instance = candidates[(self.flips_made // 2) % len(candidates)]
+        first = self.flips_made // 2
+        for number in range(len(candidates)):
+            if await self._flip(candidates[(first + number) % len(candidates)], from_role.other):
+                return True
+        return False
+
+    async def _flip(self, instance: str, role: Role) -> bool:
+        """Flip the instance, and wait for the acknowledgement; False if it is refused or conflicts."""
         try:
             write = await flip_instance(
                 self.store,
                 self.service,
                 instance,
-                from_role.other,
+                role,
                 namespace=self.namespace,
                 reason=f"forced, number {self.flips_made + 1}",
             )
