@@ -1,7 +1,7 @@
 """The decisions on a service in words: roles that were assigned, and flips refused or advised. Pure.
 
-Roles come from the PDAssignment, which every writer changes; what the autoscaler did not write comes from its
-decision history.
+Assigned roles come from the PDAssignment, whoever wrote them. Flips that the autoscaler refused or advised
+are not written there; they come from its decision history.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ from fulcrum_core.values import Actor, Role
 DECISIONS_MAX = 60
 """Decisions that are kept."""
 _NAMES_MAX = 3
-"""Instances that one decision names; of more it gives the number."""
+"""A decision about more instances than this gives their number, not their names."""
 _UNWRITTEN = {"refuse": "Flip refused", "advise": "Flip advised"}
 _SUBJECTS = {
     Actor.AUTOSCALER: "the autoscaler",
@@ -43,7 +43,7 @@ class DecisionLog:
         self._known: dict[str, tuple[float, Role]] = {}
 
     def record_assignment(self, assignment: PDAssignment) -> None:
-        """Add the roles that are new in the assignment; one decision for those with one time and reason."""
+        """Add the assignment's new roles; those of one time, role and actor as one decision."""
         groups: dict[tuple[float, str, str], list[str]] = {}
         for name, entry in sorted(assignment.spec.roles.items()):
             if self._known.get(name) != (entry.since, entry.role):

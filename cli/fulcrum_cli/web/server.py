@@ -22,7 +22,7 @@ from fulcrum_core.errors import FulcrumError, InvalidInput
 HOST = "127.0.0.1"
 ACTION_BYTES_MAX = 4096
 WRITE_TIMEOUT_S = 30.0
-"""A page that reads nothing for so long is disconnected; it connects again by itself."""
+"""A page that reads nothing for this long is disconnected; it reconnects by itself."""
 SHUTDOWN_TIMEOUT_S = 1.0
 PAGE_FOLDER = Path(__file__).parent / "page"
 _FILES = {"/": "index.html", "/page.js": "page.js", "/page.css": "page.css", "/icon.svg": "icon.svg"}

@@ -1,8 +1,10 @@
 """Client connections: serve their requests in order, enforce limits and time-outs, detect disconnects.
 
-Requests of one connection are served one at a time; each is an `Exchange`, or has a response of the router
-itself. Bytes that arrive during an exchange are kept unread, up to a limit: reading from the socket has to go
-on for a disconnect to be noticed.
+Requests of one connection are served one at a time. A completion starts an `Exchange`, a path that one engine
+answers alone a `PassThrough`; the router itself answers all others and every error before that.
+
+Bytes that arrive meanwhile are kept unread, up to a limit: reading from the socket has to go on for a
+disconnect to be noticed.
 """
 
 import asyncio
@@ -26,18 +28,18 @@ MAX_UNREAD_BYTES = 65_536
 MAX_SERVED_AT_ONCE = 64
 """Requests of one connection that are served before other connections have their turn."""
 MAX_REFUSED_CONNECTIONS = 64
-"""Connections over the limit that wait for the 503 that says so."""
+"""Connections over the limit that are kept open to be answered with 503; further ones are closed at once."""
 CROWDED_SHARE = 0.75
 """Share of the greatest number of connections above which `CROWDED_TIMEOUT_S` applies."""
 CROWDED_TIMEOUT_S = 5.0
-"""Replaces the two next time-outs while very many connections are open, perhaps an attack."""
+"""Upper limit of `REQUEST_TIMEOUT_S` and `IDLE_TIMEOUT_S` while very many connections are open."""
 MIN_CHECKED_AT_ONCE = 128
 REQUEST_TIMEOUT_S = 60.0
 """Longest time from the first to the last byte of a request."""
 IDLE_TIMEOUT_S = 75.0
 """Longest time between two requests of a connection."""
 LINGER_S = 1.0
-"""Longest wait after a rejection until the client closes, or, over the limit, for the first byte."""
+"""How long a rejected client has to close, and one over the connection limit to send its first byte."""
 STALLED_CLIENT_TIMEOUT_S = 30.0
 """Longest time in which the client does not read its response. Shorter than the default `idle` time-out of an
 engine, so that a stalled client is never taken for a silent engine."""
@@ -71,7 +73,7 @@ class ClientServer:
     def enforce_timeouts(self, now_s: float) -> None:
         """Close connections that have exceeded a time-out.
 
-        Looks at a tenth of them in each call: looking at many would keep all clients waiting.
+        Each call checks a tenth of them, at least `MIN_CHECKED_AT_ONCE`: more would keep all clients waiting.
         """
         if not self._unchecked:
             self._unchecked = list(self.connections)
@@ -255,7 +257,7 @@ class ClientConnection:
             self._transport.resume_reading()
 
     def _continue_request(self) -> None:
-        """Tell a client that waits for it that it may send its body."""
+        """Send `100 Continue` to a client that waits for it before it sends its body."""
         if self._reader.expects_continue:
             self._reader.expects_continue = False
             self._transport.write(_CONTINUE)

@@ -1,7 +1,7 @@
-"""KV transfers that a decode instance was sent and has not responded to: those it may still fetch too late.
+"""KV transfers whose decode leg was sent to an instance that has not responded yet: it may fetch too late.
 
-KV that is fetched too late is another prompt's, and the engine's prefix cache stores it under the hash of the
-prompt that was requested. Until the transfer is resolved, every response of that instance may use such KV.
+KV that is fetched too late can be another prompt's, and the engine's prefix cache stores it under the hash of
+the prompt that was requested. Until the transfer is resolved, any response of the instance may use such KV.
 An engine that responds to a later request has fetched the earlier KV, or renews its lease.
 """
 
@@ -11,11 +11,11 @@ from typing import Generic, Protocol, TypeVar
 from fulcrum_router.policy.kv_lease import min_renewed_lease_s
 
 SEND_ORDER_MARGIN_S = 1.0
-"""An engine receives requests that are sent at least this far apart in the order of sending."""
+"""Requests that are sent at least this far apart reach the engine in the order in which they were sent."""
 
 
-class PendingTransfer(Protocol):
-    """One KV transfer as the deadlines need it. Times are seconds of one clock."""
+class LeasedTransfer(Protocol):
+    """What `IncomingTransfers` needs to know of a KV transfer. All times are of one clock."""
 
     @property
     def sent_s(self) -> float:
@@ -30,11 +30,11 @@ class PendingTransfer(Protocol):
         """Lease granted by the prefill instance, in seconds."""
 
 
-T = TypeVar("T", bound=PendingTransfer)
+T = TypeVar("T", bound=LeasedTransfer)
 
 
-class PendingTransfers(Generic[T]):
-    """The pending KV transfers of one decode instance."""
+class IncomingTransfers(Generic[T]):
+    """The KV transfers to one decode instance that it has not responded to."""
 
     __slots__ = ("_last_response_s", "_last_sent_s", "_next_late_s", "_pending")
 
@@ -63,7 +63,7 @@ class PendingTransfers(Generic[T]):
             self._last_sent_s, self._last_response_s = sent_s, now_s
 
     def find_late(self, now_s: float) -> list[T]:
-        """List the transfers whose KV may have been fetched after the lease, or may still be fetched then."""
+        """List the transfers whose KV may have been, or may yet be, fetched after the end of the lease."""
         if now_s <= self._next_late_s:  # the usual case: one comparison per response
             return []
         fetch_deadlines_s = {transfer: self._fetch_deadline_s(transfer) for transfer in self._pending}

@@ -13,7 +13,7 @@ from typing import Protocol
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.values import KV_LEASE_S, EngineIdentity, Role
 from fulcrum_router.fleet.health import Health
-from fulcrum_router.fleet.pending_transfers import PendingTransfer, PendingTransfers
+from fulcrum_router.fleet.incoming_transfers import IncomingTransfers, LeasedTransfer
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.upstream import ConnectionPool
 from fulcrum_router.policy.candidates import Candidates
@@ -28,7 +28,7 @@ UNRESPONSIVE_STREAM_TIMEOUT_S = 10.0
 """Longest silence of a stream from an unresponsive instance, in seconds; then the stream fails."""
 
 
-class IncomingTransfer(PendingTransfer, Protocol):
+class IncomingTransfer(LeasedTransfer, Protocol):
     """A pending KV transfer with what a lease check needs; `kv_transfer.verification.KvTransfer` is one."""
 
     @property
@@ -112,7 +112,7 @@ class Instance(LearningInstance):
         """Tokens per KV block as the engine reports it; None until it was read."""
         self.kv_lease_s = KV_LEASE_S
         """Time for which the engine keeps KV that is not fetched, in seconds; a start-up option."""
-        self.incoming_transfers: PendingTransfers[IncomingTransfer] = PendingTransfers()
+        self.incoming_transfers: IncomingTransfers[IncomingTransfer] = IncomingTransfers()
         """Transfers that the instance was sent as decode instance and has not responded to."""
         self.health = Health()
         self.error_share = 0.0
@@ -193,7 +193,7 @@ class Instance(LearningInstance):
         self.itl_s = self.kv_usage = self.expired_transfers = None
         self.engine_waiting = self.kv_capacity_tokens = None
         self.reports_cached_tokens, self.cache_salt, self.reported_block_size = False, "", None
-        self.incoming_transfers = PendingTransfers()
+        self.incoming_transfers = IncomingTransfers()
         self.tokens_computed, self.progress_at_s = None, 0.0
         self.wait_causes = WaitCauses()
         self.update_serving()

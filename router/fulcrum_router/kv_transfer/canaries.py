@@ -1,12 +1,12 @@
-"""Canaries: KV transfers that the router sends itself, to warm and verify pairs of instances without traffic.
+"""Canaries: KV transfers that the router sends itself, to warm and verify transfer pairs without traffic.
 
 A canary is a random prompt of a few KV blocks, prefilled on one instance and decoded for one token on the
 other. It does not count as load, in latency models or for flips. A canary waits until both instances have no
 prefill and at most one decode leg; pairs with an instance that gets no requests yet do not wait, so that they
 are warm when it serves.
 
-The scheduler also refreshes the router's pairs each second, on a standby too: dispatch reads delays and
-broken prefill instances from them.
+On a standby too, the scheduler refreshes the router's pairs each second, from which dispatch reads delays and
+broken prefill instances, and invalidates the pairs of an instance whose engine was replaced.
 """
 
 import asyncio
@@ -45,11 +45,12 @@ from fulcrum_router.router import Router
 log = structlog.get_logger()
 
 TICK_S = 0.25
+"""How often the scheduler looks for a change of the fleet."""
 REFRESH_INTERVAL_S = 1.0
+"""How often pairs are refreshed and due canaries sent, besides after a change and after each canary."""
 MAX_IN_FLIGHT = 2
 LEG_TIMEOUT_S = 15.0
-"""Time-out of one leg: longer than an engine's handshake time-out, so that the engine's own one is seen, not
-ours."""
+"""Time-out of one leg. Longer than an engine's handshake time-out, so that the engine's own ends the leg."""
 REFUSED_RETRY_S = 600.0
 """Pause of a pair whose engines refuse their roles; it ends early when a role or an engine changes."""
 LOW_PRIORITY = 1_000_000
@@ -200,8 +201,8 @@ class CanaryScheduler:
     ) -> None:
         """Send the prompt once more if the engine reported no cached tokens: now all of it is cached.
 
-        If it reports none again, it never reports them, and its transfers cannot be verified. If it does now,
-        it had left out a zero.
+        If it again reports none, it never reports them, and its transfers cannot be verified. If it reports
+        some, the first response had left the number out because it was 0.
         """
         usage = transfer.usage
         if usage is None or usage.cached_tokens is not None or decode.reports_cached_tokens:

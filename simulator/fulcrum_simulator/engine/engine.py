@@ -1,10 +1,10 @@
 """The engine model: steps like those of vLLM V1 over a paged KV cache, on the caller's clock.
 
-A step decodes every running request, then fills the token budget with prompt chunks: prefills already begun
-first, then the waiting queue by (priority, arrival, sequence). All blocks of a prompt are allocated at its
-admission (vLLM's `scheduler-reserve-full-isl`), those of its output one by one. When no block is free, the
-running request that is last in order is preempted and computed again later. The text of tokens is left to the
-caller: a token names the prompt whose KV cache it continues.
+A step computes a token of every decoding request, then fills the token budget: first prefills already begun,
+then requests whose KV was fetched, then the waiting queue by (priority, arrival, sequence). All blocks of a
+prompt are allocated at its admission (vLLM's `scheduler-reserve-full-isl`), those of its output one by one.
+When no block is free, the running request that is last in order is preempted and computed again later. The
+text of tokens is left to the caller: a token names the prompt whose KV cache it continues.
 """
 
 import heapq
@@ -139,8 +139,8 @@ class Engine:
     def finish_step(self, now_s: float, *, continued: list[str] | None = None) -> list[EngineEvent]:
         """End the step under way; returns its events: preemptions, then tokens, then ends of requests.
 
-        A simulation passes the list `continued`: it gets the ids of the requests that went on decoding, in
-        the place of an event for each of these tokens, which are neither a first nor a last one.
+        With a list `continued`, a token that is neither the first nor the last of its request gives no event:
+        the request's id is appended to that list instead.
         """
         if not self.busy:
             raise RuntimeError("no step is under way: start one first")
@@ -181,8 +181,8 @@ class Engine:
     def skip_steps(self, ends_s: Sequence[float]) -> None:
         """End the step under way and start the next identical one, once for each of these end times.
 
-        These are the first of a run's `ends_s`, without its last. The effect is that of `finish_step` and
-        `start_step` at each of these times, except that the tokens are not returned.
+        Pass any number of a `DecodeRun.ends_s`, from its first on, but not its last. The effect is that of
+        `finish_step` and `start_step` at each of these times, except that the tokens are not returned.
         """
         count, decodes = len(ends_s), len(self._batch.decoding)
         self._batch.allocate_ahead(self._pool, self.profile.block_size, count)
@@ -249,7 +249,7 @@ class Engine:
         return True
 
     def expire_leases(self, now_s: float) -> None:
-        """Free the blocks of expired leases. Every method that takes `now_s` calls this first."""
+        """Free the blocks of expired leases. All calls with `now_s` do it, except `plan_decode_run`."""
         for blocks in self._leases.expire(now_s):
             self.stats.expired_leases += 1
             self._pool.release(blocks)

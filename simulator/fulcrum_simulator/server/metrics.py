@@ -1,4 +1,6 @@
-"""The engine server's metrics under vLLM's names: the values of the families that `vllm_metrics` lists.
+"""The engine server's metrics: the families of `vllm_metrics`, `vllm:cache_config_info`, and one of our own.
+
+Our own family is `fulcrum_engine_step_lateness_seconds`; all others have vLLM's names.
 
 Families without a cause in a simulated engine (multi-modal cache, estimated FLOPs, sleep) keep their initial
 value, as on a real engine that does not use the feature.
@@ -127,7 +129,7 @@ class EngineMetrics:
         return family
 
     def render(self, gauges: EngineGauges, stats: EngineStats) -> bytes:
-        """Render all families as Prometheus text; takes the samples of `stats`."""
+        """Render all families as Prometheus text. Flushes the samples of `stats` first."""
         self._set_gauges(gauges)
         self._set_counters(stats)
         self.flush_samples(stats)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from fulcrum_router.fleet.pending_transfers import PendingTransfers
+from fulcrum_router.fleet.incoming_transfers import IncomingTransfers
 
 
 @dataclass(frozen=True)
@@ -14,11 +14,11 @@ class Transfer:
     lease_s: float = 30.0
 
 
-def build_pending(*transfers: Transfer) -> PendingTransfers[Transfer]:
-    pending: PendingTransfers[Transfer] = PendingTransfers()
+def build_incoming(*transfers: Transfer) -> IncomingTransfers[Transfer]:
+    incoming: IncomingTransfers[Transfer] = IncomingTransfers()
     for transfer in transfers:
-        pending.add(transfer)
-    return pending
+        incoming.add(transfer)
+    return incoming
 
 
 OLD, YOUNG = Transfer(), Transfer(sent_s=10.0, deadline_s=35.0)
@@ -35,20 +35,20 @@ OLD, YOUNG = Transfer(), Transfer(sent_s=10.0, deadline_s=35.0)
 def test_a_transfer_without_a_response_by_its_deadline_is_late(
     now_s: float, expected: list[Transfer]
 ) -> None:
-    pending = build_pending(OLD, YOUNG)
-    assert [sorted(pending.find_late(at_s), key=id) for at_s in (now_s, now_s)] == [
+    incoming = build_incoming(OLD, YOUNG)
+    assert [sorted(incoming.find_late(at_s), key=id) for at_s in (now_s, now_s)] == [
         sorted(expected, key=id)
     ] * 2
 
 
 def test_discarded_and_cleared_transfers_are_never_late() -> None:
-    pending = build_pending(OLD, YOUNG)
-    pending.discard(OLD)
-    pending.discard(OLD)
-    assert pending.find_late(30.0) == []
-    assert pending.find_late(40.0) == [YOUNG]
-    pending.clear()
-    assert pending.find_late(40.0) == []
+    incoming = build_incoming(OLD, YOUNG)
+    incoming.discard(OLD)
+    incoming.discard(OLD)
+    assert incoming.find_late(30.0) == []
+    assert incoming.find_late(40.0) == [YOUNG]
+    incoming.clear()
+    assert incoming.find_late(40.0) == []
 
 
 @pytest.mark.parametrize(
@@ -62,16 +62,16 @@ def test_discarded_and_cleared_transfers_are_never_late() -> None:
 def test_a_response_to_a_later_request_extends_the_deadline(
     sent_s: float, responded_s: float, late_from_s: float
 ) -> None:
-    pending = build_pending(OLD)
-    pending.record_response(sent_s=sent_s, now_s=responded_s)
-    assert pending.find_late(late_from_s) == []
-    assert pending.find_late(late_from_s + 0.1) == [OLD]
-    pending.record_response(sent_s=30.0, now_s=31.0)  # the response to a still later request
-    assert pending.find_late(45.9) == []
+    incoming = build_incoming(OLD)
+    incoming.record_response(sent_s=sent_s, now_s=responded_s)
+    assert incoming.find_late(late_from_s) == []
+    assert incoming.find_late(late_from_s + 0.1) == [OLD]
+    incoming.record_response(sent_s=30.0, now_s=31.0)  # the response to a still later request
+    assert incoming.find_late(45.9) == []
 
 
 def test_a_response_to_an_earlier_request_does_not_extend_the_deadline() -> None:
-    pending = build_pending(OLD)
-    pending.record_response(sent_s=5.0, now_s=6.0)
-    pending.record_response(sent_s=2.0, now_s=24.0)
-    assert pending.find_late(25.1) == [OLD]
+    incoming = build_incoming(OLD)
+    incoming.record_response(sent_s=5.0, now_s=6.0)
+    incoming.record_response(sent_s=2.0, now_s=24.0)
+    assert incoming.find_late(25.1) == [OLD]
