@@ -31,11 +31,12 @@ class TokenBuckets:
 
     def take(self, tenant: str, tokens: float, now_s: float) -> float:
         """Take tokens, and return 0.0; or take none, and return the seconds until there are enough."""
-        limit, left = self.tokens_per_minute, self._find_left(tenant, now_s)
+        limit = self.tokens_per_minute
+        left, until_s = self._find_left(tenant, now_s)
         missing = min(tokens, limit) - left
         if missing > 0:
             return 60.0 * missing / limit
-        self._buckets[tenant] = left - tokens, now_s
+        self._buckets[tenant] = left - tokens, until_s
         self._buckets.move_to_end(tenant)
         if len(self._buckets) > MAX_TENANTS:
             self._buckets.popitem(last=False)
@@ -44,13 +45,17 @@ class TokenBuckets:
     def give_back(self, tenant: str, tokens: float, now_s: float) -> None:
         """Give back tokens that were not used; less than 0: take more."""
         if tenant in self._buckets:
-            left = self._find_left(tenant, now_s) + tokens
-            self._buckets[tenant] = min(left, float(self.tokens_per_minute)), now_s
+            left, until_s = self._find_left(tenant, now_s)
+            self._buckets[tenant] = min(left + tokens, float(self.tokens_per_minute)), until_s
 
-    def _find_left(self, tenant: str, now_s: float) -> float:
+    def _find_left(self, tenant: str, now_s: float) -> tuple[float, float]:
+        """The tokens that a tenant has, and the time up to which its bucket was filled for them.
+
+        Some events have an earlier time than the one before: that of the request's arrival.
+        """
         limit = float(self.tokens_per_minute)
         left, since_s = self._buckets.get(tenant, (limit, now_s))
-        return min(limit, left + limit / 60 * max(0.0, now_s - since_s))
+        return min(limit, left + limit / 60 * max(0.0, now_s - since_s)), max(since_s, now_s)
 
 
 class RateLimits:

@@ -366,7 +366,7 @@ class JourneyChoices(RequestRecord[V]):
     def give_way(self) -> None:
         """See `waiting_room.Waiter`."""
         self.stop_reason = StopReason.FULL
-        action = self._end(self.work.arrival_s, Action.FAIL)  # nothing that a time is recorded of is open
+        action = self._end(self.work.arrival_s, Action.FAIL)  # no leg is open; buckets ignore the past
         if self.on_moved is not None:
             self.on_moved(action)
 

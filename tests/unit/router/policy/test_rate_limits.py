@@ -44,6 +44,14 @@ def test_a_clock_that_stands_still_or_runs_back_gives_nothing() -> None:
     assert buckets.take("acme", 100, 5.0) == pytest.approx(6.0)
 
 
+def test_no_second_fills_a_bucket_twice() -> None:
+    buckets = TokenBuckets(1_000)
+    buckets.take("acme", 500, 60.0)
+    buckets.take("acme", 500, 0.0)
+    buckets.give_back("acme", 0, 30.0)
+    assert buckets.take("acme", 1_000, 60.0) == pytest.approx(60.0)
+
+
 def test_no_more_tenants_are_remembered_than_the_limit() -> None:
     buckets = TokenBuckets(1_000)
     for number in range(MAX_TENANTS + 10):
