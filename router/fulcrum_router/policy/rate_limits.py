@@ -33,14 +33,12 @@ class TokenBuckets:
         """Take tokens, and return 0.0; or take none, and return the seconds until there are enough."""
         limit = self.tokens_per_minute
         left, until_s = self._find_left(tenant, now_s)
-        missing = min(tokens, limit) - left
-        if missing > 0:
-            return 60.0 * missing / limit
-        self._buckets[tenant] = left - tokens, until_s
+        missing = max(0.0, min(tokens, limit) - left)
+        self._buckets[tenant] = left if missing else left - tokens, until_s
         self._buckets.move_to_end(tenant)
         if len(self._buckets) > MAX_TENANTS:
             self._buckets.popitem(last=False)
-        return 0.0
+        return 60.0 * missing / limit
 
     def give_back(self, tenant: str, tokens: float, now_s: float) -> None:
         """Give back tokens that were not used; less than 0: take more."""

@@ -60,6 +60,13 @@ def test_no_more_tenants_are_remembered_than_the_limit() -> None:
     assert buckets.take(f"tenant {MAX_TENANTS}", 1_000, 0.0) == 60.0, "the last ones are remembered"
 
 
+def test_a_tenant_whose_requests_are_refused_is_remembered() -> None:
+    buckets = TokenBuckets(1_000)
+    for tenant in ("flood", *map(str, range(MAX_TENANTS - 1)), "flood", "newcomer"):
+        buckets.take(tenant, 1_000, 0.0)
+    assert buckets.take("flood", 1_000, 0.0) == 60.0
+
+
 def test_a_change_of_the_limit_keeps_the_buckets() -> None:
     limits = RateLimits()
     limits.set_limits({"free": 1_000, "paid": 1_000})
