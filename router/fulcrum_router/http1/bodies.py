@@ -18,7 +18,7 @@ import orjson
 from fulcrum_router.http1.json_limits import InvalidBody, parse_limited_object
 from fulcrum_router.http1.lax_bools import parse_lax_bool
 from fulcrum_router.http1.lax_ints import parse_lax_int
-from fulcrum_router.http1.output_limits import count_choices, count_prompts
+from fulcrum_router.http1.output_limits import MAX_N, count_choices, count_prompts
 from fulcrum_router.policy.estimate import measure_prompt
 from fulcrum_router.policy.journey import LocalPrefillReason
 
@@ -113,9 +113,18 @@ def parse_request_body(raw: bytes, priority: int, *, chat: bool = False) -> Requ
         raise InvalidBody(f"the body has more than {MAX_PROMPTS} prompts")
     size, ids = measure_prompt(read)
     reason = _find_local_prefill_reason(read)
+    if reason is not None:
+        _limit_answers(fields)
     if reason not in _SEVERAL:
         return RequestBody(raw, fields, size, ids, reason)
     return RequestBody(raw, fields, size, ids, reason, count_prompts(read), count_choices(read))
+
+
+def _limit_answers(fields: dict[str, Any]) -> None:
+    for name in ("n", "best_of"):
+        value = fields.get(name)
+        if type(value) is int and value > MAX_N:
+            raise InvalidBody(f"{name} ({value}) is greater than {MAX_N}")
 
 
 def _drop_unread_prompt(fields: dict[str, Any], *, chat: bool) -> dict[str, Any]:

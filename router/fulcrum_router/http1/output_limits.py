@@ -5,6 +5,8 @@ from typing import Any
 
 _DEFAULT_COMPLETION_TOKENS = 16
 """Output tokens of a completion that sets no limit; a chat may use the rest of the context."""
+MAX_N = 16_384
+"""Largest number of answers to a prompt, as in vLLM (`VLLM_MAX_N_SEQUENCES`)."""
 
 
 def is_stream(fields: Mapping[str, Any]) -> bool:

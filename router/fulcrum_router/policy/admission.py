@@ -37,6 +37,8 @@ from fulcrum_router.policy.work import Work
 
 MAX_RETRY_AFTER_S = 60
 """Longest time that a refused client is asked to wait: a prediction does not reach farther."""
+MAX_LIMITED_RETRY_AFTER_S = 3_600
+"""Longest time that a client over the rate limit of its tenant is asked to wait."""
 MAX_REQUEST_SHARE = 0.5
 """Share of one decode instance's limit that a request counts as at most: else it would need an empty one."""
 
@@ -336,14 +338,16 @@ def refuse_waiting(forecast: Forecast, work: Work) -> Refusal:
 
 
 def refuse_over_limit(wait_s: float, *, tokens_per_minute: int) -> Refusal:
-    """Refuse a request over the rate limit of its tenant; after a large one for many minutes."""
+    """Refuse a request over the rate limit of its tenant; after a large one the wait is many minutes."""
     message = f"the tenant has used the {tokens_per_minute:,} tokens a minute of its tier"
-    return Refusal(RefusalReason.RATE_LIMIT, max(1, math.ceil(wait_s)), message)
+    return _refuse(RefusalReason.RATE_LIMIT, wait_s, message, longest_s=MAX_LIMITED_RETRY_AFTER_S)
 
 
 def _explain_late(forecast: Forecast, work: Work) -> str:
     return f"the first token would come after {forecast.ttft_s:.1f} s, the objective is {work.slo.ttft_s:g} s"
 
 
-def _refuse(reason: RefusalReason, wait_s: float, message: str) -> Refusal:
-    return Refusal(reason, max(1, math.ceil(min(wait_s, MAX_RETRY_AFTER_S))), message)
+def _refuse(
+    reason: RefusalReason, wait_s: float, message: str, *, longest_s: int = MAX_RETRY_AFTER_S
+) -> Refusal:
+    return Refusal(reason, max(1, math.ceil(min(wait_s, longest_s))), message)

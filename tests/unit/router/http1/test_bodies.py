@@ -17,7 +17,7 @@ from fulcrum_router.http1.bodies import (
     parse_request_body,
 )
 from fulcrum_router.http1.json_limits import InvalidBody
-from fulcrum_router.http1.output_limits import is_stream
+from fulcrum_router.http1.output_limits import MAX_N, is_stream
 
 KV_TRANSFER_PARAMS: dict[str, Any] = {
     "do_remote_prefill": True,
@@ -105,6 +105,14 @@ def test_more_prompts_than_the_limit_are_rejected() -> None:
     parse_request_body(json.dumps({"prompt": ["a"] * MAX_PROMPTS}).encode(), 0)
     with pytest.raises(InvalidBody, match="more than 2048 prompts"):
         parse_request_body(json.dumps({"prompt": ["a"] * (MAX_PROMPTS + 1)}).encode(), 0)
+
+
+@pytest.mark.parametrize("name", ["n", "best_of"])
+def test_the_number_of_answers_is_limited_as_in_vllm(name: str) -> None:
+    parse_request_body(json.dumps({"prompt": "a", name: MAX_N}).encode(), 0)
+    for value in (MAX_N + 1, 10**12, str(10**12), 1e12):
+        with pytest.raises(InvalidBody, match=rf"^{name} \(\d+\) is greater than 16384$"):
+            parse_request_body(json.dumps({"prompt": "a", name: value}).encode(), 0)
 
 
 def test_the_prefill_body_requests_one_token_and_no_stream() -> None:

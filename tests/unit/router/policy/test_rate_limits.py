@@ -101,6 +101,14 @@ def test_a_request_over_the_limit_is_refused_whatever_the_mode_of_admission() ->
     assert context.demand.snapshot().requests == 1, "a refused request is no demand"
 
 
+def test_no_client_is_asked_to_wait_for_more_than_an_hour() -> None:
+    context = make_context(1_000)
+    begin(context, choices=10_000)
+    refusal = begin(context)[0].refusal
+    assert refusal is not None
+    assert refusal.retry_after_s == 3_600
+
+
 @pytest.mark.parametrize(
     ("output", "left"), [(10, 90), (100, 0), (500, -400)], ids=["less than predicted", "as predicted", "more"]
 )
