@@ -1,7 +1,8 @@
 """Command line `fulcrum`, also `kubectl fulcrum`: declares the commands and their options.
 
-The modules of a command are imported when it runs, so that `--help` is fast. Every error of the user ends
-as one line on standard error and exit code 2.
+The modules of a command are imported when it runs, so that `--help` is fast. A wrong option and every
+`FulcrumError`, also that of a cluster that does not respond, end as one line on standard error and exit
+code 2; Ctrl-C ends with exit code 130. Other exceptions are bugs and show a traceback.
 """
 
 import sys
@@ -306,7 +307,10 @@ def web(
 def flip(
     instance: InstanceArgument,
     to: Annotated[str, typer.Option(help="New role: prefill or decode.")],
-    pin: Annotated[str | None, typer.Option(help="Keep the role for this long, e.g. 10m.")] = None,
+    pin: Annotated[
+        str | None,
+        typer.Option(help="Keep the role for this long, e.g. 10m; without it an earlier pin is removed."),
+    ] = None,
     wait: Annotated[
         bool,
         typer.Option(

@@ -1,6 +1,7 @@
 """Counts of observed values per bucket: the router's latencies, and the engine server's metrics.
 
-On the router's data path, therefore plain lists and no Prometheus type; callers format the counts themselves.
+The router's data path uses it for each request. So it has plain lists and no Prometheus type; its users
+format the counts. A count is of one bucket only, not cumulative as in Prometheus.
 """
 
 from bisect import bisect_left
@@ -36,5 +37,5 @@ class Histogram:
         self.sum += value
 
     def keep_exemplar(self, exemplar: Exemplar) -> None:
-        """Keep an exemplar of a value that was observed."""
+        """Keep an exemplar, the last one of its bucket. Its value was counted with `observe` already."""
         self.exemplars[bisect_left(self.bounds, exemplar.value)] = exemplar

@@ -16,7 +16,7 @@ from fulcrum_core.values import AdmissionMode, AutoscalingMode, DispatchMode, Fl
 from fulcrum_router.policy.admission import DEFAULT_TIER_ADMISSION, TierAdmission
 
 DEFAULT_TIER = "default"
-"""Name of the tier of requests that name none; its SLO is the service's own."""
+"""Name of the tier of all requests that no other tier applies to; its SLO is the service's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Tier:
     tokens_per_minute: int | None = None
     """Rate limit of each tenant; None: none."""
     reserved: float = 0.0
-    """Fraction of the prefill and decode instances that is kept for it."""
+    """Fraction of the prefill instances and of the decode KV cache that is kept for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class ServiceSettings:
     access: AccessSettings | None = None
     """None: anybody may send requests, and name tenant and tier."""
     autoscaling_mode: AutoscalingMode = AutoscalingMode.OFF
-    """OFF, too, while flips are paused."""
+    """Also OFF while flips are paused."""
     flip_policy: FlipPolicy = FlipPolicy.ARROW
     max_decode_load: float = 0.5
     """See `FlipProposalRules.max_decode_load`."""

@@ -1,7 +1,7 @@
 """Finds how many requests an engine decodes together, from its own counts. Used by `balanced`.
 
 No engine reports this limit. An engine whose batch is full runs the same number of requests in each probe
-while others wait. A request that waits in one probe only waits for the next step, or for its KV.
+while others wait. One probe proves nothing: the request may wait for the next step, or for its KV.
 """
 
 import math
@@ -21,7 +21,7 @@ KV_WAITING = 0.8
 
 @dataclass(frozen=True, slots=True)
 class SteadyBatch:
-    """An engine that ran so many requests in its last probes, the first one included, while others waited."""
+    """One instance: in its last `probes` probes, `running` requests ran while others waited."""
 
     running: int
     probes: int
@@ -37,7 +37,7 @@ class BatchLimit:
     """Steady batch of each instance, by name."""
 
     def observe(self, decode: Iterable[InstanceState]) -> "BatchLimit":
-        """Return the limit after these states. It is constant: the highest number counts."""
+        """Return the limit that follows from these states: the largest full batch so far, it never falls."""
         before = dict(self.steady)
         steady = {
             state.name: batch
@@ -50,7 +50,11 @@ class BatchLimit:
 
 
 def _follow(before: SteadyBatch | None, state: InstanceState) -> SteadyBatch | None:
-    """Count the probes with the same batch. None: no request waits, or for a prompt or for KV blocks."""
+    """Count one more probe with the same batch, if it is a new probe.
+
+    None if the batch cannot be a full one: no request waits, a request may wait for a prompt or for KV
+    blocks, or fewer than `RUNNING_MIN` run.
+    """
     if before is not None and state.engine_read_at_s <= before.read_at_s:
         return before
     if not state.engine_waiting or state.engine_requests is None:

@@ -1,4 +1,9 @@
-"""`fulcrum flip`: changes an instance's role and reports what happened."""
+"""`fulcrum flip`: changes an instance's role and reports what happened.
+
+Without --wait, a local run ends with the router's acknowledgement; a cluster, where people cannot read the
+router, is observed for `FOLLOW_S`. With --wait the flip is done when the instance has taken the role.
+Without --pin, an earlier pin of the instance is removed, also if it already has the role.
+"""
 
 import asyncio
 import time
@@ -14,7 +19,7 @@ from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.values import Role
 
 FOLLOW_S = 5.0
-"""Seconds for which a flip is observed without --wait."""
+"""Longest time, in seconds, to wait for the acknowledgement, and for the flip without --wait."""
 
 ENGINE_RESTART_S = 300.0
 """Seconds that restarting the engine may take, in addition to the drain."""
@@ -58,7 +63,7 @@ def _describe_unchanged(write: AssignmentWrite, to: Role, pin_s: float | None) -
 async def _follow(
     connection: TargetConnection, service: PDService, write: AssignmentWrite, to: Role, *, wait: bool
 ) -> tuple[str, bool]:
-    """Observe the flip; return a message and whether the flip was confirmed."""
+    """Observe the flip; return a message and whether it is done (see the module), not only written."""
     acknowledged = await _wait_acknowledged(connection, write)
     if acknowledged and not wait:
         return acknowledged, True
@@ -81,7 +86,7 @@ async def _follow(
 
 
 async def _wait_acknowledged(connection: TargetConnection, write: AssignmentWrite) -> str | None:
-    """Wait for the router's acknowledgement and describe it; None without one, and always in a cluster."""
+    """Describe the router's acknowledgement; None if none comes in `FOLLOW_S`, and always in a cluster."""
     state = await connection.router_state(min_generation=write.generation, timeout_s=FOLLOW_S)
     if state is None or state.generation < write.generation:
         return None

@@ -1,4 +1,7 @@
-"""Builds the frame of a run from what was observed, for the view. Pure."""
+"""Builds the frame that `fulcrum play` draws in the terminal and writes with `--snapshot`. Pure.
+
+The live page (`play --web`) does not use it: `web.page_model` builds the page.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,13 +26,16 @@ class RunProgress:
     """State of the run itself: time, load and user interface."""
 
     elapsed_s: float
+    """Seconds since the load started."""
     clock_s: float
+    """Now, on the clock of the load's results."""
     load: str
     load_phase: str
     rate_rps: float | None
     selected: int
     notice: str
     started_at_s: float
+    """Unix time at which the load started; before that, the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +49,7 @@ class ServiceObservation:
     decisions: Sequence[Mapping[str, Any]]
     lateness_p99_ms: float | None
     unavailable: tuple[str, ...] = ()
-    """Components that do not respond, with the time since."""
+    """Components that do not respond, as text with the time since: `router for 3 s`."""
 
 
 def build_frame(
@@ -142,9 +148,9 @@ def _count_split(roles: Iterable[Role]) -> tuple[int, int]:
 
 
 def _dispatch_roles(observation: ServiceObservation) -> list[Role]:
-    """Return the roles by which the router dispatches now, of the instances that `RouterState` calls serving.
+    """Return the roles that the router uses now for dispatch, of the instances that it calls serving.
 
-    They may lag behind the roles of the assignment.
+    They may be older than the roles of the assignment.
     """
     if observation.state is None:
         return []

@@ -1,7 +1,7 @@
 """Connects a command to its target and reads services, router state and decisions from it.
 
-A cluster gets one cheap request first, so that a connection problem is one line within seconds. Commands
-use the connection alike for a local run and a cluster.
+A cluster gets two cheap requests first (version, PDServices), so that a connection problem is one line
+within seconds; a local run gets none. Commands use the connection alike for a local run and a cluster.
 """
 
 import asyncio
@@ -47,9 +47,10 @@ class TargetConnection:
     objects: "ObjectApi | None" = None
 
     async def router_state(self, *, min_generation: int = 0, timeout_s: float = 0.0) -> RouterState | None:
-        """Return the router's state at `min_generation` or later, waiting up to `timeout_s` for it.
+        """Return the router's state once it has applied `min_generation`, else as it is after `timeout_s`.
 
-        None if the router does not respond, and always in a cluster, where people have no token for it.
+        The caller compares `generation`. None if the router does not respond, and always in a cluster, where
+        people have no token for it.
         """
         if self.local_run is None:
             return None

@@ -26,9 +26,9 @@ def render_document(document: Mapping[str, Any], output_format: OutputFormat) ->
 
 
 def format_age(seconds: float) -> str:
-    """Format a duration for people: `90s` as `1m30s`, at least `1s`.
+    """Format a duration for people: 90 seconds as `1m30s`; less than a second as `1s`.
 
-    The unit is minutes from ten minutes on, hours from three hours on, and days from two days on.
+    From ten minutes on only whole minutes are shown, from three hours hours, from two days days.
     """
     for unit_s, letter, minimum in ((86400, "d", 2), (3600, "h", 3), (60, "m", 10)):
         if seconds >= unit_s * minimum:
@@ -51,7 +51,7 @@ def format_columns(*rows: Sequence[str]) -> list[str]:
 
 
 def condition_lines(conditions: Sequence[Condition]) -> list[str]:
-    """Return a table with one line for each condition, and an empty line after it; nothing without any."""
+    """Return a table of the conditions and an empty line; nothing if there are no conditions."""
     rows = [(c.type, c.status, c.reason, c.message) for c in conditions]
     return [*format_columns(("CONDITION", "STATUS", "REASON", "MESSAGE"), *rows), ""] if rows else []
 

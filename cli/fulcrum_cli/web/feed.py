@@ -13,7 +13,7 @@ import orjson
 from fulcrum_cli.target.autoscaler import AutoscalerUnavailable
 from fulcrum_cli.web.broadcast import Broadcast
 from fulcrum_cli.web.decision_log import DecisionLog
-from fulcrum_cli.web.page_model import ServiceObservation, build_page
+from fulcrum_cli.web.page_model import PageObservation, build_page
 from fulcrum_cli.web.reading_window import ReadingWindow
 from fulcrum_cli.web.router_reading import parse_reading
 from fulcrum_cli.web.sources import FeedSource
@@ -95,9 +95,9 @@ class Feed:
         await self._instances.synced.wait()
         self._broadcast.send(orjson.dumps(build_page(self._observe(), now_s=time.time())))
 
-    def _observe(self) -> ServiceObservation:
+    def _observe(self) -> PageObservation:
         name = self._service.metadata.name
-        return ServiceObservation(
+        return PageObservation(
             service=self._services.objects.get(name, self._service),
             instances={n: i for n, i in self._instances.objects.items() if i.spec.service == name},
             assignment=self._assignments.objects.get(name),

@@ -23,7 +23,7 @@ _MISSED_PROBES_MIN = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceObservation:
+class PageObservation:
     """State of one service, as far as it was observed."""
 
     service: PDService
@@ -40,7 +40,7 @@ class ServiceObservation:
     """State of the load, if the page may change it and the instances; None: it only shows."""
 
 
-def build_page(observation: ServiceObservation, *, now_s: float) -> dict[str, Any]:
+def build_page(observation: PageObservation, *, now_s: float) -> dict[str, Any]:
     """Return the state of the page at `now_s` (unix time)."""
     service, traffic, reading = observation.service, observation.traffic, observation.reading
     slo = service.spec.slo.to_slo()
@@ -83,7 +83,7 @@ def build_page(observation: ServiceObservation, *, now_s: float) -> dict[str, An
     }
 
 
-def _build_tiles(observation: ServiceObservation, *, now_s: float) -> list[dict[str, Any]]:
+def _build_tiles(observation: PageObservation, *, now_s: float) -> list[dict[str, Any]]:
     """Return the instances, sorted by pool and name."""
     roles = observation.assignment.spec.roles if observation.assignment else {}
     loads = observation.reading.instances if observation.reading else {}

@@ -1,8 +1,8 @@
 """Authenticate the callers of the state port: by a shared token (local run) or as ServiceAccounts (cluster).
 
-In a cluster, callers send a ServiceAccount token that the kubelet renews. It is verified here with the API
-server's public keys, without a call to the API server: the state can be read while the API server is
-unreachable, and no secret is shared or stored.
+In a cluster, callers send a ServiceAccount token that the kubelet renews. It is verified here with public
+keys of the API server that are read in advance, every `KEY_MAX_AGE_S`, and when a token names an unknown
+key. So the state can be read while the API server is unreachable, and no secret is shared or stored.
 """
 
 import asyncio
@@ -21,9 +21,10 @@ log = structlog.get_logger()
 CLOCK_LEEWAY_S = 10.0
 """Difference between the clocks of two machines that is tolerated in a token's times, in seconds."""
 KEY_REFRESH_INTERVAL_S = 5.0
-"""Seconds between two reads of the keys, at least, however many tokens name an unknown key."""
+"""Shortest time between two reads of the keys, however many tokens name an unknown key, in seconds."""
 KEY_MAX_AGE_S = 60.0
-"""Seconds after which the keys are read again: a key is accepted that long after it was withdrawn."""
+"""Seconds after which the keys are read again. A withdrawn key is accepted until then, or until the API
+server responds again."""
 
 _JWKS = "/openid/v1/jwks"
 _DISCOVERY = "/.well-known/openid-configuration"

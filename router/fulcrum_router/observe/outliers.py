@@ -2,8 +2,8 @@
 
 Error rates are compared among all instances of a role, speeds only within a pool: another pool may have
 other hardware. `policy.outliers` has the rules; `Fleet.eject_by_judgement` limits how many may be ejected. A
-slow instance that is ejected gets the learned models of the peer with the median speed: with its own, the
-next comparison would eject it again.
+slow instance that is ejected gets the learned models of the instance with the median speed. With its own
+models it would be ejected again at the next comparison, whatever its speed is by then.
 """
 
 from collections.abc import Callable, Iterable
@@ -40,7 +40,7 @@ class OutlierDetector:
         self._next_s = 0.0
 
     def tick(self, now_s: float) -> None:
-        """Judge all instances if the interval has passed."""
+        """If the interval has passed, judge the serving instances, then set the leg counts of all to 0."""
         if now_s < self._next_s:
             return
         self._next_s = now_s + INTERVAL_S

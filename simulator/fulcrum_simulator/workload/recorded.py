@@ -1,7 +1,7 @@
 """Loads recorded workloads, in our own layout or in a published one (see `layouts`).
 
-A file with one invalid request is rejected as a whole: leaving requests out would distort every measurement.
-The one exception are requests that a publisher marks as failed.
+If one request is invalid, the whole file is rejected: a workload without some of its requests would distort
+every measurement. Only requests that a publisher marks as failed, by 0 output tokens, are left out.
 """
 
 import math
@@ -15,7 +15,7 @@ from fulcrum_simulator.workload.record_files import Cell, Record, open_records
 from fulcrum_simulator.workload.requests import WorkloadRequest
 
 REQUESTS_MAX = 6_000_000
-"""Most requests of a file; they take about a gigabyte of memory."""
+"""Most requests that a file may have, failed ones included; they take about a gigabyte of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def load_recording(path: str | Path, *, requests_max: int = REQUESTS_MAX) -> Rec
     """Load a file. Arrivals in a published layout become seconds since the first request.
 
     Raises:
-        InvalidInput: naming the file, the line, the field, the value and the rule.
+        InvalidInput: if the file or one request is invalid; it names file, line, field and rule.
     """
     path = Path(path)
     with open_records(path) as (layout, records):

@@ -3,7 +3,7 @@
 from typing import Any
 
 from fulcrum_cli.web.decision_log import DecisionLog, LoggedDecision
-from fulcrum_cli.web.page_model import FLOWS_MAX, ServiceObservation, build_page
+from fulcrum_cli.web.page_model import FLOWS_MAX, PageObservation, build_page
 from fulcrum_cli.web.reading_window import RecentTraffic
 from fulcrum_cli.web.router_reading import InstanceLoad, RouterReading
 from fulcrum_core.api import PDAssignment, PDInstance, PDService
@@ -36,7 +36,7 @@ def observe(
     loads: dict[str, InstanceLoad] | None = None,
     traffic: RecentTraffic | None = None,
 ) -> dict[str, Any]:
-    observation = ServiceObservation(
+    observation = PageObservation(
         service=make_object(PDService, "chat", {"model": "m", "instances": 2}),
         instances=instances,
         assignment=assignment,
