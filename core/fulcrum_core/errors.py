@@ -1,9 +1,9 @@
-"""The project's errors.
+"""Errors that all rooms share. A room's own errors derive from `FulcrumError`.
 
 FulcrumError
 ├── InvalidInput            a user's value breaks a rule: path, value, rule
 ├── NameTaken               an object of somebody else has a name that is needed
-└── StoreError              the store refused
+└── StoreError              a call to the store failed
     ├── NotFound
     ├── AlreadyExists
     ├── Conflict            the object changed since it was read: read again, decide again
@@ -30,7 +30,7 @@ class NameTaken(FulcrumError):
 
 
 class StoreError(FulcrumError):
-    """The store refused a call."""
+    """A call to the store failed."""
 
 
 class NotFound(StoreError):

@@ -1,8 +1,11 @@
-"""Engine profiles: step duration, memory and links of one model on one hardware, for the simulated engine.
+"""Engine profiles: step duration, memory and links of one model on one hardware, for simulated engines.
 
-A profile is a YAML file: a shipped one (`PROFILE_NAMES`) or a user's own. The loader refuses coefficients
-below their physical limit: no step is shorter than reading the weights, the arithmetic, or reading the KV
-cache takes. Coefficients fitted to end-to-end runs often break these limits unnoticed.
+Simulated engines and simulations run with a profile. The router predicts with it until it has measured the
+engine; the operator and `fulcrum` read start-up time and identity from it.
+
+A profile is a YAML file: a shipped one (`PROFILE_NAMES`) or a user's own. The loader refuses a coefficient
+below its physical limit: `t0` is at least the time to read the weights, `b` that of one token's arithmetic,
+`d2` that to read one token's KV. Coefficients fitted to end-to-end runs often break these limits unnoticed.
 """
 
 from importlib import resources
@@ -76,8 +79,8 @@ class EngineProfile(BaseModel):
 def load_profile(name_or_path: str) -> EngineProfile:
     """Return the shipped profile of that name, or the profile in that YAML file.
 
-    A text with a slash or the ending `.yaml` or `.yml` is a path. The operator of a cluster reads no paths,
-    which users could make it read from its own container.
+    A text with a slash or the ending `.yaml` or `.yml` is a path. In a cluster the operator
+    uses `load_shipped_profile`: a path in a user's manifest would make it read its own container's files.
 
     Raises:
         InvalidInput: for an unknown name, a file that cannot be read, a field that is missing, unknown or out

@@ -22,11 +22,12 @@ class Victim:
     instance: str
     reason: str
     rejected: tuple[RejectedInstance, ...]
+    """The other candidates: those that `may_apply` refused, and those that cost more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoVictim:
-    """No instance may flip; `reason` is that of the cheapest candidate."""
+    """No instance may flip; `reason`: why not the cheapest candidate, or that only one is left."""
 
     reason: str
     rejected: tuple[RejectedInstance, ...] = ()
@@ -47,7 +48,8 @@ def choose_victim(
     no prefill work, resident tokens). So an instance that still works for the other role goes first, then the
     one with the least work.
 
-    The change is judged against `base`, the assignment that is written over, if further flips are part of it.
+    `base` is the stored assignment, if `observation.assignment` already contains flips that are not written
+    yet: `may_apply` then judges these flips and the new one together.
 
     Cordoned instances and instances that do not serve are no candidates. Candidates that `may_apply` refuses
     (pin, earlier refusal, fixed pool, cooldown, floor) are skipped and reported with the reason.

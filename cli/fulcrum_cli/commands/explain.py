@@ -1,6 +1,7 @@
 """`fulcrum explain`: prints the last role decisions with their numbers, and the conditions.
 
-It merges the autoscaler's decision history with the roles that a person or the operator assigned.
+It merges the autoscaler's decision history with the roles in the PDAssignment that the history lacks: those
+by a person or the operator, and those by the autoscaler if it restarted since or is unavailable.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ DecisionRecord = Mapping[str, Any]
 """One decision as JSON, with the keys of the autoscaler's decision history."""
 
 ASSIGN = "assign"
-"""Action of a role that the operator assigned; all others are the autoscaler's `DecisionAction`."""
+"""Action of a role that the operator assigned; all others, also a person's, are a `DecisionAction`."""
 
 _NUMBERS_UNKNOWN: DecisionRecord = {"loads": None, "split": "", "consecutive_ticks": 0, "rejected": ()}
 _DECISIONS_FETCHED_MIN = 600
@@ -107,10 +108,10 @@ def decisions_from_assignment(
 def first_roles(
     assignment: PDAssignment | None, instances: Iterable[PDInstance], decisions: Sequence[DecisionRecord]
 ) -> list[DecisionRecord]:
-    """Return the first role of each instance that was flipped since: an assignment has the last role only.
+    """Return the first role of each flipped instance as decisions; the assignment only has its last role.
 
-    The first role is the other one than that of the instance's first flip. It is unknown, and left out, if
-    `decisions` do not contain all flips of the service.
+    The first role is the one that the instance's first flip took away. If `decisions` do not contain all
+    flips of the service, no first role is known, and the list is empty.
     """
     flips = [decision for decision in decisions if decision["action"] == DecisionAction.FLIP.value]
     if assignment is None or len(flips) < assignment.spec.flips:

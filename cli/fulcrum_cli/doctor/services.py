@@ -55,7 +55,7 @@ def check_tiers(service: PDService, tiers: Collection[str]) -> Finding:
 def check_floors(
     service: PDService, instances: Sequence[PDInstance], assignment: PDAssignment | None
 ) -> Finding:
-    """Check that the pools can have enough instances for the floors, and that enough serve now."""
+    """Check that the pools can have enough instances for the floors, and that enough serve, not cordoned."""
     name, floors, impossible = (
         service.metadata.name,
         service.spec.roles.to_floors(),
@@ -76,7 +76,7 @@ def check_floors(
 def explain_impossible_floors(service: PDService) -> tuple[str, str] | None:
     """Return why the service's pools cannot have enough instances for its floors, and advice.
 
-    None if they can, or if the maximum is one instance, which serves both roles.
+    None if the pools can, or if the service may have one instance only: that one serves both roles.
     """
     floors, pools = service.spec.roles.to_floors(), service.spec.resolve_pools()
     instances_max = sum(pool.instances.effective_max for pool in pools)
@@ -165,7 +165,7 @@ def check_pairs(
 
 
 def _is_prefill_decode_pair(prefill: str, decode: str, assignment: PDAssignment | None) -> bool:
-    """Whether the first is a prefill and the second a decode instance; one without a role yet is both."""
+    """Whether `prefill` has the role Prefill and `decode` Decode; an instance without an entry has both."""
     entries = assignment.spec.roles if assignment else {}
     one, other = entries.get(prefill), entries.get(decode)
     return (one is None or one.role is Role.PREFILL) and (other is None or other.role is Role.DECODE)

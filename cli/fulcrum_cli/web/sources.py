@@ -64,10 +64,13 @@ class ClusterRouter:
         self._active_pod: str | None = None
 
     async def read_metrics(self) -> str:
-        """Return the metrics of the active router: of the pod that was active last, else of the one found.
+        """Return the metrics of the active router.
+
+        It asks only the pod that was active at the last read; if there is none, each router pod in turn.
 
         Raises:
-            RouterUnavailable: if no router pod is active, or the API server refuses.
+            RouterUnavailable: if no pod that it asked is active, or one cannot be read. The next read asks
+                each router pod again.
         """
         try:
             for pod in [self._active_pod] if self._active_pod else await self._list_pods():

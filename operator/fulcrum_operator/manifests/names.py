@@ -1,6 +1,7 @@
-"""Labels, selectors, accounts, ports and security contexts on which several manifests must agree.
+"""Labels, selectors, accounts, ports and security contexts that several manifests have in common.
 
-Also the settings of the installation, which all of them read.
+The operator's controller and `fulcrum web` find pods, ports and accounts by them. Also the settings of the
+installation, which the manifests and the controller read.
 """
 
 from dataclasses import dataclass, field
@@ -22,8 +23,8 @@ ENGINE_PART, ROUTER_PART = "fulcrum-engine", "fulcrum-router"
 """Values of the label app.kubernetes.io/name for the parts of a service."""
 ENGINE_ACCOUNT_SUFFIX = "-engine"
 EVICTION_ANNOTATIONS = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "true"}
-"""Annotations of engine and router pods. cluster-autoscaler otherwise keeps every node with a pod of a custom
-controller or with an emptyDir; disruption budgets hold all the same."""
+"""Annotations of engine and router pods. Without them cluster-autoscaler removes no node with a pod of a
+custom controller or with an emptyDir. With them it still respects PodDisruptionBudgets."""
 RUN_AS_UID = 65532
 """User id of every pod: not root, and unlikely to be a user of a node."""
 
@@ -59,7 +60,7 @@ class InstallationSettings:
     hub_endpoint: str = ""
     """HF_ENDPOINT of engines and model readers; empty: the hub itself."""
     metrics_callers: tuple[dict[str, Any], ...] = ()
-    """Peers of a NetworkPolicy that may scrape engines, such as Prometheus; none: only our own."""
+    """Peers of a NetworkPolicy that may scrape engines, such as Prometheus; empty: only our own pods."""
     router_replicas: int = 2
     log_level: str = "info"
     """Lowest level that routers log."""
@@ -143,7 +144,7 @@ def pod_security_context() -> dict[str, Any]:
 
 
 def container_security_context() -> dict[str, Any]:
-    """Container fields that the standard requires, and a read-only root filesystem."""
+    """Container fields that `restricted` requires, and a read-only root filesystem."""
     return {
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"]},

@@ -34,7 +34,7 @@ class AssignableInstance:
 
 @dataclass(frozen=True, slots=True)
 class AssignmentPlan:
-    """The assignment to write, the instances that it removes, and why floors keep others."""
+    """The assignment to write, the instances to drain and then remove, and why floors keep others."""
 
     spec: PDAssignmentSpec
     leaving: frozenset[str]
@@ -81,8 +81,9 @@ def plan_assignment(
     removals: tuple[Removal, ...],
     rules: AssignmentRules,
 ) -> AssignmentPlan:
-    """The assignment to write: the desired one as far as `rules` allow, with an entry for each of `members`.
+    """The assignment to write, with an entry for each of `members`.
 
+    It starts from the desired one if `rules` allow all its changes, else from the last accepted one.
     Terminating instances keep their entries until they are deleted: a reader that still observes them
     serving would refuse an assignment without them.
     """
@@ -139,9 +140,8 @@ def refuse_changes(
 ) -> PDAssignmentSpec:
     """`last` with a refusal in each entry that `desired` changes.
 
-    Entries of instances that `last` does not contain are kept, and so is the start of the cooldown: a reader
-    that has already applied the change, because it observed more ready instances, would reject an earlier
-    start.
+    Entries of instances that only `desired` contains are kept. The later start of the cooldown is kept too:
+    a reader that observed more ready instances may have applied `desired` and would reject an earlier start.
     """
     roles = dict(last.roles)
     for name, entry in desired.roles.items():
@@ -227,7 +227,7 @@ def _cordon_leaving(
     members: tuple[AssignableInstance, ...],
     rules: AssignmentRules,
 ) -> AssignmentPlan:
-    """Cordon instances to be removed, as far as the floors allow; lift the operator's other cordons."""
+    """Cordon instances to be removed, as far as the floors allow; lift other cordons that no person set."""
     leaving: set[str] = set()
     blocked_removals: dict[str, str] = {}
     for removal in removals:

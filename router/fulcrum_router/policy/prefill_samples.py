@@ -1,11 +1,13 @@
 """Turn the responses of one prefill instance into samples of its prefill time, also while prompts queue.
 
 An engine computes prompts in the order of arrival. So the time of the oldest prompt counts from the previous
-response, or from its own arrival if nothing was in flight: the queue is left out without being known.
-An engine fills the last step of a prompt with the begin of the next one, so that the one comes out too long
-and the other too short. Therefore a sample has all prompts until the engine has none left, or those of
-`RESPONSES_MAX` responses. Prompts that one step completes are answered together and count as one response, as
-do prompts that overtook the oldest one. Prompt tokens from the prefix cache were not computed.
+response, or from its own arrival if nothing was in flight. Its time in the queue is thus not included.
+
+The last step of a prompt often also computes the beginning of the next prompt: measured alone, the first
+seems too slow and the second too fast. So a sample joins all prompts until the engine has none left, at most
+those of `RESPONSES_MAX` responses. Prompts that one step completes are answered together and count as one
+response. A prompt that overtook the oldest one is added to the oldest one's response. Prompt tokens from the
+prefix cache do not count: they were not computed.
 """
 
 from typing import NamedTuple
@@ -14,7 +16,7 @@ TOGETHER_S = 0.003
 """Responses that are less than this apart come from one engine step: a step takes longer."""
 
 RESPONSES_MAX = 8
-"""Most responses in a sample: what its prompts share with those before and after it is then a small part."""
+"""Most responses in a sample: then the steps that it shares with its neighbours hardly matter."""
 
 
 class PrefillSample(NamedTuple):
@@ -46,7 +48,7 @@ class PrefillSampler:
         Args:
             tokens: Tokens of the prompt.
             cached_tokens: Those from the prefix cache.
-            computed_for_s: Time for which the prompt was the oldest; None: an older one is in flight.
+            computed_for_s: Time for which the prompt was the oldest in flight; None: an older one still is.
             more_in_flight: Whether the instance has other prompts.
         """
         cached_tokens = min(cached_tokens, tokens)

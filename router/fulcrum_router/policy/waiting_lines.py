@@ -1,11 +1,11 @@
 """The order of waiting requests: by the priority of their tiers, then fair between tenants, then by deadline.
 
 A *level* holds the tiers of one priority. The highest level with a waiting request goes first, with one
-exception: a lower level may send a request after the others have sent `AGEING_FACTOR` times the prefill work
-of its own last request (of its first, if it did not wait before). So its next request waits for at most that
-much work of other levels, and one request of each. A waiting level thus gets at least 1 part in
-`AGEING_FACTOR` + 1 of the work, however much the higher levels send; long prompts do not make its share
-larger.
+exception: once a lower level has sent a request, it may send the next one when the other levels have sent
+`AGEING_FACTOR` times the prefill work of that request. (A level where nobody waited takes the work of the
+first request that waits.) So its next request waits for at most that much work of the other levels, plus one
+request of each. A waiting level gets at least 1 part in `AGEING_FACTOR` + 1 of the work, however much the
+higher levels send. Its share is the same for long and for short prompts.
 
 The share is one of prefill work. While decode has no room for the next request of a tenant, the tenant is
 *held*: other tenants pass it, also those of lower levels. After it has been held for `MAX_HOLD_S`, its next
@@ -29,10 +29,10 @@ from fulcrum_router.policy.token_counters import TokenCounters
 LATE_EVERY = 8
 """While late requests of a tenant wait, one of this many of its requests that leave is late."""
 AGEING_FACTOR = 15.0
-"""Prefill work of other levels, in units of a level's own, after which the level may send a request."""
+"""A lower level may send a request after the others have sent this many times the work of its last one."""
 
 MAX_HOLD_S = 5.0
-"""Time that a tenant is held before it may leave without room in decode: one request of its level."""
+"""Time after which a held tenant's request may leave without room in decode, one of its level at a time."""
 
 
 class LeaveResult(Enum):
@@ -145,7 +145,7 @@ class Line:
         return in_time
 
     def find_last(self) -> Waiter:
-        """A request that is not the next to leave, if there is another one; late ones first."""
+        """The late request that arrived last; if none is late, the request with the latest deadline."""
         heap = self._late if any(not entry[2].gone for entry in self._late) else self._in_time
         return max((entry for entry in heap if not entry[2].gone), key=lambda entry: entry[:2])[2].waiter
 
@@ -203,7 +203,7 @@ class Level:
         self._next_number = 0
 
     def open_line(self, tenant: str, *, departed_s: float, work_s: float) -> Line:
-        """The line of a tenant, which is lifted if it did not wait before."""
+        """The line of a tenant. If it is new, the tenant's counter is lifted: see `TokenCounters.lift`."""
         line = self.lines.get(tenant)
         if line is None:
             if not self.lines:
@@ -231,7 +231,7 @@ class Level:
         line.in_time_prefill_s = max(0.0, line.in_time_prefill_s + prefill_s)
 
     def hold_further(self, lines: Iterable[Line]) -> None:
-        """Let these lines count as held that are not asked now, as far as they have not closed."""
+        """Count as held the lines that are not asked in this round, except those closed meanwhile."""
         self.held.update((line, None) for line in lines if self.lines.get(line.tenant) is line)
 
     @property

@@ -55,9 +55,9 @@ def kv_transfer_config(
 def kv_lease_s(request: LaunchRequest) -> float:
     """Seconds for which a prefill instance keeps KV that no decode instance has fetched.
 
-    The user's argument wins. The default is twice the TTFT objective plus the time to transfer the longest
-    prompt, at least `KV_LEASE_S`: the router drops a KV transfer at half the lease, and by then a decode
-    instance must have been chosen and have the KV.
+    The user's argument wins. The default is twice the sum of the TTFT objective and the time to transfer
+    the longest prompt, at least `KV_LEASE_S`. Twice, because the router drops a KV transfer at half the
+    lease: by then a decode instance must have been chosen and have the KV.
     """
     user_lease_s = user_kv_lease_s(request.args)
     return _default_kv_lease_s(request) if user_lease_s is None else user_lease_s
@@ -76,10 +76,10 @@ def longest_transfer_s(request: LaunchRequest) -> float:
 
 
 def transfer_s_per_1k_tokens(request: LaunchRequest) -> float:
-    """Return the longest time that the KV of 1,000 tokens should need over the declared fabric, in seconds.
+    """Return the seconds in which the declared fabric should transfer the KV of 1,000 tokens, at the slowest.
 
-    0 if the model is not known, or if no fabric faster than TCP is declared. With latent attention every
-    rank reads all KV.
+    0 if the model is not known, or if no fabric faster than TCP is declared. With latent attention the
+    KV is transferred once for each rank.
     """
     rate, facts = request.hardware.fabric.min_bytes_per_s, request.facts
     if facts is None or not rate:
