@@ -8,7 +8,7 @@ known state is used.
 import asyncio
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import structlog
@@ -27,7 +27,7 @@ from fulcrum_core.hardware import resolve_hardware
 from fulcrum_core.latency import DecodeModel, PrefillModel, StepModel
 from fulcrum_core.models import Layout, estimate_step_model, parse_model_config
 from fulcrum_core.ports import Store
-from fulcrum_core.profiles import load_profile
+from fulcrum_core.profiles import EngineProfile, load_profile, load_shipped_profile
 from fulcrum_core.values import Role
 from fulcrum_router.fleet.instances import Instance, intern_identity, parse_endpoint
 from fulcrum_router.observe.pods import PodWatcher
@@ -77,6 +77,8 @@ class StoreWatcher:
         self._assignments = Informer(
             store, PDAssignment, namespace=namespace, on_change=self._assignment_changed
         )
+        # A path in a user's manifest would make a router of a cluster read its container's files.
+        self._load_profile = load_profile if objects is None else load_shipped_profile
         self._pods: PodWatcher | None = None
         if objects is not None:
             self._pods = PodWatcher(
@@ -140,7 +142,7 @@ class StoreWatcher:
             instance = fleet.get(name)
             if instance is None:
                 spec = observed.spec
-                prefill, decode = load_models(spec)
+                prefill, decode = load_models(spec, self._load_profile)
                 instance = Instance(
                     name,
                     pool=spec.pool,
@@ -239,19 +241,25 @@ def _name(subject: PDService | PDAssignment | None) -> str:
     return subject.metadata.name if subject is not None else ""
 
 
-def load_models(spec: PDInstanceSpec) -> tuple[PrefillModel, DecodeModel]:
+def load_models(
+    spec: PDInstanceSpec, load_profile: Callable[[str], EngineProfile]
+) -> tuple[PrefillModel, DecodeModel]:
     """Load what to predict with before an engine was measured.
 
     For a simulated engine that is its profile; for a real one an estimate from model and hardware. Where
     these are not known: cautious defaults.
     """
-    step, budget = _load_profile(spec) if spec.engine.is_simulated else _estimate_step_model(spec)
+    step, budget = (
+        _load_step_model(spec, load_profile) if spec.engine.is_simulated else _estimate_step_model(spec)
+    )
     if step is None:
         return DEFAULT_PREFILL, DEFAULT_DECODE
     return step.prefill_model(budget), step.decode_model(TYPICAL_REQUEST_TOKENS)
 
 
-def _load_profile(spec: PDInstanceSpec) -> tuple[StepModel | None, int]:
+def _load_step_model(
+    spec: PDInstanceSpec, load_profile: Callable[[str], EngineProfile]
+) -> tuple[StepModel | None, int]:
     try:
         loaded = load_profile(spec.engine.profile)
     except InvalidInput:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+import fulcrum_core
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.memory_store import MemoryStore
 from fulcrum_core.api.pdassignment import PDAssignment
@@ -17,6 +19,7 @@ from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdpool import PDPool
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.api.qostier import DEFAULT_MAX_QUEUE_S, QoSTier
+from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import AutoscalingMode, Role, Slo
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.observe.objects import StoreWatcher, load_models
@@ -287,6 +290,7 @@ async def test_a_terminating_pod_gets_no_work_before_the_operator_reacts(watched
     assert watched.fleet()["s-2"] == (Role.DECODE, True), "a router without pods waits for the operator"
 
 
+DATA = Path(fulcrum_core.__file__).parent / "data"
 LLAMA_8B = json.loads((Path(__file__).parents[3] / "fixtures/models/llama-3.1-8b/config.json").read_text())
 
 
@@ -309,8 +313,29 @@ LLAMA_8B = json.loads((Path(__file__).parents[3] / "fixtures/models/llama-3.1-8b
 )
 def test_predictions_start_from_the_hardware(spec: dict[str, Any], ttft_s: float) -> None:
     full = {"service": "s", "pool": "p", "model": "m", "engine": {"type": "vLLM"}, **spec}
-    prefill, _ = load_models(make_object(PDInstance, "i", full).spec)
+    prefill, _ = load_models(make_object(PDInstance, "i", full).spec, load_profile)
     assert prefill.ttft_s(1000) == pytest.approx(ttft_s, rel=0.05)
+
+
+@pytest.mark.parametrize("in_cluster", [True, False])
+async def test_a_router_of_a_cluster_reads_no_file_that_an_instance_names(
+    watched: WatchedService, tmp_path: Path, *, in_cluster: bool
+) -> None:
+    slow = yaml.safe_load((DATA / "profiles" / "l8-h100.yaml").read_text()) | {"t0": 9.0}
+    profile = tmp_path / "slow.yaml"
+    profile.write_text(yaml.safe_dump(slow))
+    engine = {"type": "Simulated", "profile": str(profile)}
+    own = {"service": "s", "pool": "other", "model": "m", "engine": engine}
+    await watched.store.create(make_object(PDInstance, "s-9", own))
+    router, objects = Router(), FakeObjectApi() if in_cluster else None
+    watcher = StoreWatcher(router, watched.store, service="s", namespace="default", objects=objects)
+    running = asyncio.create_task(watcher.run())
+    try:
+        await asyncio.wait_for(watcher.wait_until_synced(), DEADLINE_S)
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+    assert (router.fleet["s-9"].prefill_model.ttft_s(1) < 9.0) is in_cluster
 
 
 async def test_a_new_instance_starts_from_what_was_learned_of_its_pool(watched: WatchedService) -> None:
