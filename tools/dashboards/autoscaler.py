@@ -1,7 +1,7 @@
 """Dashboard Autoscaler: what it sees, and what it decides and does."""
 
 from tools.dashboards.panels import Panel, build_dashboard, lines
-from tools.dashboards.queries import RATE, SELECTOR, Query, largest, median_and_p99, rate
+from tools.dashboards.queries import RATE, SELECTOR, Query, largest, rate
 
 
 def build() -> str:
@@ -56,9 +56,16 @@ def _done() -> list[Panel]:
         ),
         lines(
             "Time of a flip",
-            "From the decision until the router dispatches by it. Seconds: the API server or the router's "
-            "watch is slow.",
-            median_and_p99("fulcrum_router_flip_seconds", f"{{{SELECTOR}}}"),
+            "From the decision until the router dispatches by it, for the flips of an hour. Seconds: the API "
+            "server or the router's watch is slow.",
+            [
+                Query(
+                    f"histogram_quantile({share}, "
+                    f"sum by (le) (increase(fulcrum_router_flip_seconds_bucket{{{SELECTOR}}}[1h])))",
+                    f"p{100 * share:g}",
+                )
+                for share in (0.5, 0.99)
+            ],
             unit="s",
         ),
         lines(
