@@ -11,7 +11,7 @@ Decode is predicted for the end of the prefill and not for now (after Mooncake, 
 looks idle while many prompts are computed for it, and full when no more are admitted, and the admitted load
 swings. A request in decode stays there for t_d, the mean number of output tokens times I(tokens). Of the
 present ones, a share of 1 - t/t_d still runs after t; of those whose prompts are computed now, the share of
-`_predict_stay`.
+`_predict_stay`. An instance counts at most its own limit while another one has room.
 
 In mode Direct requests wait in engines, which may serve lower tiers in their turn. So lower tiers are
 admitted only while the wait is short (`Admission.limit_waits`): the rest of S_T is for higher ones.
@@ -258,19 +258,30 @@ def _predict_decode_load(
     leaves_room: bool,
 ) -> tuple[float, float]:
     """Predict the load of decode `after_s` from now, and for how long a request stays there."""
-    present = limit = step_s = 0.0
-    for instance in decode:
-        ledger, model = instance.ledger, instance.decode_model
-        present += ledger.decode_tokens
-        coming_tokens += ledger.reserved_tokens
-        step_s += model.itl_s(ledger.decode_tokens)
-        limit += _find_limit(instance, tpot_s, leaves_room=leaves_room)
+    limits = [_find_limit(instance, tpot_s, leaves_room=leaves_room) for instance in decode]
+    limit = math.fsum(limits)
     if not decode or not math.isfinite(limit):
         return 0.0, 0.0
-    stay_s = mean_output_tokens * step_s / len(decode)
-    tokens = present * _predict_stay(stay_s, after_s) + coming_tokens * _predict_arrived(stay_s, after_s)
+    present = _limit_tokens([instance.ledger.decode_tokens for instance in decode], limits)
+    step_s = math.fsum(i.decode_model.itl_s(n) for i, n in zip(decode, present, strict=True)) / len(decode)
+    stay_s = mean_output_tokens * step_s
+    stays, arrived = _predict_stay(stay_s, after_s), _predict_arrived(stay_s, after_s)
+    tokens = _limit_tokens(
+        [n * stays + i.ledger.reserved_tokens * arrived for i, n in zip(decode, present, strict=True)], limits
+    )
     own_tokens = min(own_tokens, MAX_REQUEST_SHARE * limit / len(decode))
-    return (tokens + own_tokens) / limit, stay_s
+    return (math.fsum(tokens) + coming_tokens * arrived + own_tokens) / limit, stay_s
+
+
+def _limit_tokens(tokens: Sequence[float], limits: Sequence[float]) -> list[float]:
+    """Tokens by instance as far as they take room from a new request.
+
+    An instance over its limit has none, however far it is over: the others still have theirs. If all are over
+    their limits, a new request waits for the one that is the least over.
+    """
+    least_load = min(n / limit for n, limit in zip(tokens, limits, strict=True))
+    most = max(1.0, least_load)
+    return [min(n, most * limit) for n, limit in zip(tokens, limits, strict=True)]
 
 
 def _find_limit(instance: InstanceView, tpot_s: float, *, leaves_room: bool) -> float:

@@ -197,6 +197,29 @@ def test_a_request_larger_than_decode_counts_as_half_of_it() -> None:
 
 
 @pytest.mark.parametrize(
+    ("decode", "load", "stay_s"),
+    [
+        pytest.param((10**15, 0), 0.5, 3.0, id="one is full"),
+        pytest.param((10**15, 2_000), 0.75, 4.0, id="one is full, the other half full"),
+        pytest.param((6_000, 6_000), 1.5, 7.0, id="all are over their limits alike"),
+        pytest.param((10**15, 6_000), 1.5, 7.0, id="one is far over its limit: the other is free first"),
+    ],
+)
+def test_an_instance_that_is_far_over_its_limit_takes_no_room_of_others(
+    decode: tuple[int, ...], load: float, stay_s: float
+) -> None:
+    """Each may decode 4,000 tokens."""
+    instances = tuple(instance(f"d{number}", decoding=tokens) for number, tokens in enumerate(decode))
+    found = Predicted(decode=instances, prefill=(instance("p1", queued_s=0.0),)).find(prompt_tokens=0)
+    assert (found.decode_load, found.decode_stay_s) == pytest.approx((load, stay_s))
+
+
+def test_reservations_for_one_instance_take_no_room_of_others() -> None:
+    instances = (instance("d1", reserved=10**15), instance("d2"))
+    assert Predicted(decode=instances).find().decode_load < 0.6
+
+
+@pytest.mark.parametrize(
     ("decode", "slo"),
     [
         pytest.param((), SLO, id="no decode instance"),
