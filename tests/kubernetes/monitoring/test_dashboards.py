@@ -40,6 +40,7 @@ RIGHTLY_EMPTY = {
     "Failed legs": "no leg failed",
     "Flip requests of the router": "every request may be within its SLO",
     "Flips": "every split may be right",
+    "Time of a flip": "every split may be right",
     "Failed background tasks": "none failed",
     "Misses of each tier by part": "every request may meet its SLO",
     "Refused callers": "the service asks for no keys",
