@@ -24,7 +24,7 @@ help: ## this list
 play: .venv/.play ## the whole loop on this machine, live; ARGS="--load bursty" passes options
 	@$(bin)/fulcrum play $(ARGS)
 
-test: check ## check, and the tests of local processes: no root, nothing installed outside this folder; 5 min
+test: check ## check, and the tests of local processes: no root, nothing installed outside this folder; 6 min
 	@$(MAKE) --no-print-directory -j2 -O test-services test-programs
 	@echo "LEFT OUT levels 3 and 4, a real Kubernetes: make test-kubernetes; level 5, real vLLM: make test-engines"
 
