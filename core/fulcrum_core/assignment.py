@@ -252,7 +252,7 @@ def _is_rollback(before: RoleAssignment, after: RoleAssignment) -> bool:
     The operator writes such an entry. A router may already have applied the refused flip, and must follow the
     rollback whatever the cooldown and pins. The author is not checked: `by` is the actor of the restored
     entry, and any writer may name any actor there. Somebody else's rollback can do no more than a write by a
-    person that flips the instance and lifts its cordon: fixed roles and floors are checked for both.
+    person that flips the instance and removes its cordon: fixed roles and floors are checked for both.
     """
     return after.refused is not None and after.refused.role is before.role and before.role is not after.role
 

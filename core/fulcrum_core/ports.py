@@ -160,7 +160,7 @@ class NodeDeparture:
     since_s: float
     """Time from which it is known, in unix seconds."""
     is_certain: bool
-    """Whether the node will be deleted. A cordon alone can be lifted, and may have another purpose."""
+    """Whether the node will be deleted. A cordon alone can be removed, and may have another purpose."""
 
 
 @dataclass(frozen=True, slots=True)

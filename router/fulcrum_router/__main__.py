@@ -3,19 +3,30 @@
 import asyncio
 import signal
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import uvloop
-
-from fulcrum_cluster.logs import configure_logging, log_loop_errors
-from fulcrum_cluster.process import announce_ready, die_with_parent, exit_with_error
+from fulcrum_cluster.process import (
+    announce_ready,
+    die_with_parent,
+    exit_if_stopped_while_starting,
+    exit_with_error,
+)
 from fulcrum_core.errors import InvalidInput
-from fulcrum_router.options import RouterOptions, parse_options
-from fulcrum_router.server import serve
+
+if TYPE_CHECKING:
+    from fulcrum_router.options import RouterOptions
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run until SIGTERM or SIGINT. Bad arguments end the process with one line and exit code 2."""
+    exit_if_stopped_while_starting()
     die_with_parent()
+    # Imported here, because these modules take a second: see `exit_if_stopped_while_starting`.
+    import uvloop
+
+    from fulcrum_cluster.logs import configure_logging
+    from fulcrum_router.options import parse_options
+
     try:
         options = parse_options(arguments)
         # The text of an exception may hold part of a prompt.
@@ -25,7 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         exit_with_error(error)
 
 
-async def _run(options: RouterOptions) -> None:
+async def _run(options: "RouterOptions") -> None:
+    from fulcrum_cluster.logs import log_loop_errors
+    from fulcrum_router.server import serve
+
     stopped = asyncio.Event()
     log_loop_errors(asyncio.get_running_loop())
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -11,6 +11,7 @@ from fulcrum_core.histogram import Exemplar, Histogram
 from fulcrum_core.values import Role
 from fulcrum_router.policy.journey import LocalPrefillReason, StopReason
 from fulcrum_router.policy.latency_parts import CAUSES_OF_MISS, PARTS, LatencyPart, find_cause_of_miss
+from fulcrum_router.policy.tenant_counts import TenantCounts, TenantResult
 from fulcrum_router.settings import Tier
 
 # Bounds grow by at most half where objectives lie (TTFT 0.1 to 10 s, TPOT 10 to 200 ms), so that a quantile
@@ -79,6 +80,10 @@ _JUDGED = frozenset(
     }
 )
 """Outcomes of requests that met their objectives or missed them."""
+_REFUSALS = {
+    RequestOutcome.REFUSED: TenantResult.REFUSED,
+    RequestOutcome.LIMITED: TenantResult.LIMITED,
+}
 
 
 class TierCounters:
@@ -113,6 +118,7 @@ class Counters:
 
     def __init__(self) -> None:
         self.tiers: dict[str, TierCounters] = {}
+        self.tenants = TenantCounts()
         self.legs: defaultdict[tuple[str, str], int] = defaultdict(int)
         """Legs that ended, by phase and outcome (`ok` or a `Failure`)."""
         self.leg_failures: defaultdict[tuple[str, str], int] = defaultdict(int)
@@ -191,6 +197,14 @@ class Counters:
         met = response_s <= tier.slo.compute_response_limit_s(tokens)
         counters.slo_met += met
         return met
+
+    def record_tenant(self, tenant: str, outcome: RequestOutcome, *, met: bool, now_s: float) -> None:
+        """Count a request of a tenant that was refused, met its objectives or missed them."""
+        result = _REFUSALS.get(outcome)
+        if result is None and outcome in _JUDGED:
+            result = TenantResult.MET if met else TenantResult.MISSED
+        if result is not None:
+            self.tenants.record(tenant, result, now_s)
 
     def keep_exemplars(
         self, tier: Tier, trace_id: int, *, at_s: float, ttft_s: float | None, response_s: float | None

@@ -38,6 +38,8 @@ class RouterOptions:
     """Fixed endpoints with their roles, instead of a store."""
     tls: TlsFiles | None = None
     """Certificate of the clients' port; None: plain HTTP."""
+    state_tls: TlsFiles | None = None
+    """Certificate of the state port; None: plain HTTP."""
     api_keys: Path | None = None
     """Folder with the API keys of clients; None: none."""
     lease: str | None = None
@@ -83,7 +85,8 @@ def parse_options(arguments: Sequence[str] | None) -> RouterOptions:
         state_callers=_parse_subjects(given.state_callers),
         store=given.store,
         static=tuple(_parse_endpoints(given.static or ())),
-        tls=_parse_tls(given.tls_certificate, given.tls_key),
+        tls=_parse_tls("--tls", given.tls_certificate, given.tls_key),
+        state_tls=_parse_tls("--state-tls", given.state_tls_certificate, given.state_tls_key),
         api_keys=given.api_keys,
         lease=given.lease,
         identity=given.identity or "",
@@ -128,13 +131,13 @@ def _check_cluster_options(given: argparse.Namespace) -> None:
             ) from None
 
 
-def _parse_tls(certificate: Path | None, key: Path | None) -> TlsFiles | None:
+def _parse_tls(prefix: str, certificate: Path | None, key: Path | None) -> TlsFiles | None:
     if certificate is None and key is None:
         return None
     if certificate is None or key is None:
-        option = "--tls-key" if key is None else "--tls-certificate"
+        option = f"{prefix}-key" if key is None else f"{prefix}-certificate"
         raise InvalidInput(option, _NOT_GIVEN, "is required with the other option for TLS")
-    return TlsFiles(certificate, key)
+    return TlsFiles(certificate, key, f"{prefix}-certificate")
 
 
 def _parse_subjects(text: str | None) -> tuple[str, ...]:
@@ -192,6 +195,8 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     add("--tls-certificate", type=Path, help="PEM file: serve clients with TLS by this certificate and chain")
     add("--tls-key", type=Path, help="PEM file with the key of --tls-certificate")
+    add("--state-tls-certificate", type=Path, help="PEM file: serve the state port with TLS")
+    add("--state-tls-key", type=Path, help="PEM file with the key of --state-tls-certificate")
     add("--api-keys", type=Path, help="folder of a mounted Secret: a file of SHA-256 digests for each tenant")
     add("--token-file", type=Path, help="file with the token of the state port, in a local run")
     add(

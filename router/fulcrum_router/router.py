@@ -22,6 +22,7 @@ from fulcrum_router.http1.inline_task import Turns
 from fulcrum_router.http1.limits import KEPT_SHARE, KeptBytes, make_request_memory
 from fulcrum_router.policy import FlipProposal, FlipProposalRules, TokensPerByte, TransferPairs, TtftErrors
 from fulcrum_router.policy.blame import Blame, find_blame, is_rejection, is_sickness
+from fulcrum_router.policy.flight_recorder import FlightRecorder
 from fulcrum_router.policy.journey import JourneyContext
 from fulcrum_router.policy.learned_models import (
     PoolModels,
@@ -48,6 +49,7 @@ class Router:
         """None until the PDService was read: the router is not ready before."""
         self.fleet = Fleet()
         self.counters = Counters()
+        self.flight_recorder = FlightRecorder()
         self.callers = CallerRules(api_keys or ApiKeys(), self.counters)
         self.request_memory = make_request_memory()
         self.kept_streams = KeptBytes(int(KEPT_SHARE * self.request_memory.max_bytes))
@@ -87,6 +89,7 @@ class Router:
         """
         self.settings = settings
         self.journeys.waiting_room.prefill_ahead_s = settings.prefill_ahead_s
+        self.journeys.deflects = settings.deflects
         tiers = (settings.default_tier, *settings.tiers.values())
         priorities = {-tier.engine_priority for tier in tiers}
         self.journeys.decode_share.set_tiers(priorities, tpot_s=min(tier.slo.tpot_s for tier in tiers))

@@ -14,8 +14,6 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
-
 from fulcrum_cluster.client import ClusterClient, open_cluster
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.process import bind_socket
@@ -27,14 +25,16 @@ from fulcrum_router.access.api_keys import ApiKeys
 from fulcrum_router.control.auth import Authenticator, ServiceAccountAuthenticator, SharedTokenAuthenticator
 from fulcrum_router.control.background_task import background_task
 from fulcrum_router.control.failover import Failover, RouterEndpoint
+from fulcrum_router.control.limited_port import serve_at_port
 from fulcrum_router.control.metrics import build_registry
 from fulcrum_router.control.metrics_port import make_metrics_app
+from fulcrum_router.control.requests_page import RequestsPage
 from fulcrum_router.control.state_port import make_app
 from fulcrum_router.data_path.downstream import ClientServer
-from fulcrum_router.data_path.tls import make_tls_context, reload_certificate
-from fulcrum_router.data_path.tls_handshakes import TlsAcceptor
+from fulcrum_router.data_path.tls import TlsFiles, make_tls_context, reload_certificate
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1.limits import raise_file_limit, read_process_bytes
+from fulcrum_router.http1.tls_handshakes import TlsAcceptor
 from fulcrum_router.kv_transfer.canaries import CanaryScheduler
 from fulcrum_router.observe.engines import EngineProber
 from fulcrum_router.observe.objects import StoreWatcher
@@ -147,14 +147,14 @@ async def serve(options: RouterOptions, stopped: asyncio.Event, *, announce: Cal
         state = bind_socket(options.host, options.state_port, option="--state-port")
     metrics = bind_socket(options.host, options.metrics_port, option="--metrics-port")
     tls = None if options.tls is None else make_tls_context(options.tls)
+    state_tls = None if options.state_tls is None else make_tls_context(options.state_tls)
     raise_file_limit()
     api_keys = ApiKeys(options.api_keys)
     router, ports = Router(api_keys=api_keys), {"port": _port(clients)}
     async with contextlib.AsyncExitStack() as stack:
         cluster = watcher = None
-        if tls is not None and options.tls is not None:
-            reload = functools.partial(reload_certificate, tls, options.tls)
-            await stack.enter_async_context(_keep_running(router, "certificate", reload))
+        await _keep_certificate_fresh(stack, router, tls, options.tls)
+        await _keep_certificate_fresh(stack, router, state_tls, options.state_tls)
         if options.api_keys is not None:
             _read_api_keys(api_keys, options.api_keys)
             await stack.enter_async_context(_keep_running(router, "API keys", api_keys.keep_fresh))
@@ -164,10 +164,10 @@ async def serve(options: RouterOptions, stopped: asyncio.Event, *, announce: Cal
         else:
             configure_statically(router, options)
         if state is not None:
-            await _open_state_port(stack, router, cluster, options, state)
+            await _open_state_port(stack, router, cluster, options, state, state_tls)
             ports["state_port"] = _port(state)
-        app = make_metrics_app(build_registry(router))
-        await stack.enter_async_context(_serve_app(app, metrics))
+        app = make_metrics_app(build_registry(router), RequestsPage(router))
+        await stack.enter_async_context(serve_at_port(app, metrics))
         ports["metrics_port"] = _port(metrics)
         await _open_tracer(stack, router, options)
         if watcher is not None and options.lease is not None:
@@ -187,6 +187,15 @@ async def serve(options: RouterOptions, stopped: asyncio.Event, *, announce: Cal
             )
             await _run_election(router, failover, watcher, stopped)
             server.grace_s = router.settings.drain_timeout_s if router.settings else SHUTDOWN_GRACE_S
+
+
+async def _keep_certificate_fresh(
+    stack: contextlib.AsyncExitStack, router: Router, context: ssl.SSLContext | None, files: TlsFiles | None
+) -> None:
+    """Read the certificate of a port again when its files change, until the stack is closed."""
+    if context is not None and files is not None:
+        reload = functools.partial(reload_certificate, context, files)
+        await stack.enter_async_context(_keep_running(router, "certificate", reload))
 
 
 def _read_api_keys(api_keys: ApiKeys, folder: Path) -> None:
@@ -241,11 +250,12 @@ async def _open_state_port(
     cluster: ClusterClient | None,
     options: RouterOptions,
     bound: socket.socket,
+    tls: ssl.SSLContext | None,
 ) -> None:
     authenticator = _make_authenticator(options, cluster)
     if isinstance(authenticator, ServiceAccountAuthenticator):
         await stack.enter_async_context(_keep_running(router, "keys", authenticator.keep_keys_fresh))
-    await stack.enter_async_context(_serve_app(make_app(router, authenticator), bound))
+    await stack.enter_async_context(serve_at_port(make_app(router, authenticator), bound, tls=tls))
 
 
 def _limit_garbage_collection() -> None:
@@ -308,14 +318,3 @@ def configure_statically(router: Router, options: RouterOptions) -> None:
 
 def _port(bound: socket.socket) -> int:
     return int(bound.getsockname()[1])
-
-
-@contextlib.asynccontextmanager
-async def _serve_app(app: web.Application, bound: socket.socket) -> AsyncIterator[None]:
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
-    await runner.setup()
-    try:
-        await web.SockSite(runner, bound).start()
-        yield
-    finally:
-        await runner.cleanup()

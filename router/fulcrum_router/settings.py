@@ -93,6 +93,8 @@ class ServiceSettings:
     prefill_ahead_s: float = math.inf
     """Prefill work in seconds from which an instance gets no more, see `policy.waiting_room`; infinite: no
     request waits in the router."""
+    deflects: bool = False
+    """Whether decode instances compute prompts in their spare time; see `policy.deflection`."""
     admission: AdmissionMode = AdmissionMode.OFF
     """What is done about requests that would miss their objectives."""
     drain_timeout_s: float = 0.0
@@ -137,6 +139,7 @@ def resolve_settings(service: PDService, tiers: Iterable[QoSTier]) -> ServiceSet
         max_decode_load=spec.autoscaling.arrow.shrink,
         prefill_to_decode_cooldown_s=spec.autoscaling.flip.prefill_to_decode_cooldown,
         prefill_ahead_s=dispatch.prefill_ahead if dispatch.mode is DispatchMode.QUEUE else math.inf,
+        deflects=dispatch.deflect,
         admission=spec.router.admission,
         drain_timeout_s=spec.drain.timeout,
     )

@@ -49,6 +49,8 @@ STATUSES = [0, 500, 503]
 """Causes of failures, those that end in a query of death or in retries more often."""
 MULTIPLE_CHOICES = LocalPrefillReason.MULTIPLE_CHOICES
 RETRY_FLOOR = 1
+LIMIT = 10**12
+"""Tokens a minute: no request is refused."""
 ANSWERS = frozenset({Action.FAIL, Action.BREAK, Action.END})
 CHARGED = frozenset(
     {
@@ -96,6 +98,7 @@ class Journeys(RuleBasedStateMachine):
         odd_kind=st.sampled_from(sorted(IDENTITIES)),
         flips=st.booleans(),
         waits=st.booleans(),
+        deflects=st.booleans(),
         ahead_s=st.sampled_from([math.inf, 0.001, 1.0]),
         places=st.sampled_from([1, 1_000]),
     )
@@ -109,6 +112,7 @@ class Journeys(RuleBasedStateMachine):
         *,
         flips: bool,
         waits: bool,
+        deflects: bool,
     ) -> None:
         kinds = [kind] * (len(roles) - 1) + [odd_kind]
         instances = [
@@ -121,8 +125,10 @@ class Journeys(RuleBasedStateMachine):
         )
         self.context.flip_rules = FlipProposalRules(enabled=flips)
         self.context.flip_waits.enabled = waits
+        self.context.deflects = deflects
         self.context.retry_budget = RetryBudget(floor=RETRY_FLOOR)
         self.context.waiting_room = WaitingRoom(prefill_ahead_s=ahead_s, max_requests=places)
+        self.context.rate_limits.set_limits({"free": LIMIT})
         self.clients: list[Client] = []
         self.now_s = 1_000.0
         self.begun_s: list[int] = []
@@ -185,7 +191,7 @@ class Journeys(RuleBasedStateMachine):
 
     @rule(tokens=st.integers(1, 8_000), reason=st.sampled_from([None, None, MULTIPLE_CHOICES]))
     def a_request_arrives(self, tokens: int, reason: LocalPrefillReason | None) -> None:
-        timed_work = work(tokens)._replace(deadline_s=self.now_s + SLO.ttft_s)
+        timed_work = work(tokens, tier="free")._replace(deadline_s=self.now_s + SLO.ttft_s)
         client = Client(
             Journey(self.context, timed_work, local_prefill_reason=reason), needs_prefill_leg=reason is None
         )
@@ -364,6 +370,15 @@ class Journeys(RuleBasedStateMachine):
         for view in self.fleet.instances if hasattr(self, "fleet") else ():
             prefills = sum(c.prefill_leg is view for c in self.clients)
             assert view.ledger.prefill_legs == prefills
+
+    @invariant()
+    def a_tenant_is_charged_for_requests_in_flight_only_and_never_gets_more_back(self) -> None:
+        if hasattr(self, "fleet"):
+            room = self.context.waiting_room
+            live = sum(client.live for client in self.clients)
+            assert len(room.open_charges) <= live
+            assert room.find_counters(0)[""] >= -1e-6
+            assert live or not room.open_charges
 
     def teardown(self) -> None:
         if not hasattr(self, "fleet"):

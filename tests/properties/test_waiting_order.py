@@ -1,15 +1,18 @@
 """The order of the waiting room: nobody starves, and tenants that wait get equal service."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fulcrum_router.policy.ledger import Ledger
+from fulcrum_router.policy.token_account import TokenAccount
 from fulcrum_router.policy.token_counters import INPUT_WEIGHT, OUTPUT_WEIGHT
 from fulcrum_router.policy.waiting_lines import AGEING_FACTOR, LeaveResult
 from fulcrum_router.policy.waiting_room import Charge, WaitingRoom
+from tests.unit.router.builders import open_account
 
 
 @dataclass(eq=False)
@@ -25,7 +28,9 @@ class Request:
     prefill_s: float = 1.0
     arrival_s: float = 0.0
     deadline_s: float = 0.0
-    excludes_instances: bool = False
+    exclusion: Hashable = None
+    tier: str = ""
+    account: TokenAccount = field(init=False)
 
     def try_to_leave(self, now_s: float, *, late: bool, held_for_long: bool) -> LeaveResult:  # noqa: ARG002  # the port's signature
         hall = self.hall
@@ -33,12 +38,8 @@ class Request:
             return LeaveResult.BLOCKED
         hall.left = self
         hall.room.leave(self)
-        charge = hall.room.charge(
-            priority=self.priority,
-            tenant=self.tenant,
-            prompt_tokens=self.prompt_tokens,
-            output_tokens=self.predicted,
-        )
+        self.account = open_account(self.prompt_tokens, output_tokens=self.predicted)
+        charge = hall.room.charge(self.account, priority=self.priority, tenant=self.tenant)
         hall.in_flight.append((charge, self))
         return LeaveResult.LEFT
 
@@ -104,8 +105,11 @@ def test_two_tenants_that_wait_all_the_time_get_the_same_service_but_for_bounded
             charge, ended = hall.in_flight.pop(0)
             entry = Ledger().add_decode(tokens=ended.prompt_tokens)
             entry.add_tokens(ended.output)
-            charge.follow(entry)
-            hall.room.close_charge(charge)
+            ended.account.follow(entry)
+            used = ended.account.settle(served=True)
+            assert used is not None
+            assert used == (ended.prompt_tokens, ended.output)
+            hall.room.close_charge(charge, used)
         assert abs(service["a"] - service["b"]) <= bound
 
 
@@ -167,3 +171,78 @@ def test_higher_tiers_go_first_in_whatever_order_requests_join(order: list[int])
         hall.join(Request(hall, priority=n % 3, tenant=str(n), deadline_s=float(n), prefill_s=100.0))
     left = [hall.release_one() for _ in order]
     assert [request.priority for request in left if request is not None] == [2, 2, 1, 1, 0, 0]
+
+
+@dataclass
+class FullHall(Hall):
+    """A room for few requests, those that wait in it by arrival, and all that have become late."""
+
+    room: WaitingRoom = field(default_factory=lambda: WaitingRoom(max_requests=MAX_REQUESTS))
+    waiting: list[Request] = field(default_factory=list)
+    late: set[Request] = field(default_factory=set)
+
+    def find_victim(self, newcomer: Request) -> Request | None:
+        """The request that gives way, found by looking at all; None: the newcomer is refused."""
+        lowest = min(request.priority for request in self.waiting)
+        counts = Counter(request.tenant for request in self.waiting if request.priority == lowest)
+        tenant = max(counts, key=lambda name: (counts[name], name))
+        same = lowest == newcomer.priority
+        if lowest > newcomer.priority or (same and counts[tenant] <= 1 + counts[newcomer.tenant]):
+            return None
+        line = [request for request in self.waiting if (request.priority, request.tenant) == (lowest, tenant)]
+        late = [request for request in line if request in self.late]
+        if late:
+            return max(late, key=lambda request: request.arrival_s)
+        return max(line, key=lambda request: (request.deadline_s, request.arrival_s))
+
+
+@dataclass(eq=False)
+class LateRequest(Request):
+    """A request that is late once its deadline is over, and is blocked then."""
+
+    def try_to_leave(self, now_s: float, *, late: bool, held_for_long: bool) -> LeaveResult:  # noqa: ARG002  # the port's signature
+        hall = self.hall
+        assert isinstance(hall, FullHall)
+        if late or now_s <= self.deadline_s:
+            return LeaveResult.BLOCKED
+        hall.late.add(self)
+        return LeaveResult.LATE
+
+    def give_way(self) -> None:
+        super().give_way()
+        hall = self.hall
+        assert isinstance(hall, FullHall)
+        hall.waiting.remove(self)
+
+
+MAX_REQUESTS = 8
+NEWCOMERS = st.tuples(
+    st.sampled_from((0, 0, 1)), st.sampled_from("abc"), st.integers(0, 9), st.sampled_from((None, "p1", "p2"))
+)
+
+
+@given(newcomers=st.lists(NEWCOMERS, min_size=MAX_REQUESTS, max_size=40), ends=st.lists(st.integers(0, 99)))
+def test_in_a_full_room_the_last_request_of_the_longest_line_gives_way(
+    newcomers: list[tuple[int, str, int, str | None]], ends: list[int]
+) -> None:
+    hall = FullHall()
+    for n, (priority, tenant, slo_s, exclusion) in enumerate(newcomers):
+        request = LateRequest(
+            hall,
+            priority=priority,
+            tenant=tenant,
+            exclusion=exclusion,
+            arrival_s=float(n),
+            deadline_s=float(n + slo_s),
+        )
+        full, before = len(hall.room) == MAX_REQUESTS, list(hall.waiting)
+        victim = hall.find_victim(request) if full else None
+        joined = hall.room.join(request, prefill_s=1.0)
+        if joined:
+            hall.waiting.append(request)
+        assert joined is (victim is not None or not full)
+        assert [one for one in before if one not in hall.waiting] == ([] if victim is None else [victim])
+        hall.room.reconsider(float(n))
+        if n < len(ends) and ends[n] < len(hall.waiting):
+            hall.room.leave(hall.waiting.pop(ends[n]))
+        assert list(hall.room.members) == hall.waiting

@@ -41,7 +41,7 @@ class RoleAssignment(ApiModel):
     )
     cordoned_by: Actor | None = Field(
         default=None,
-        description="Who cordoned the instance (default: `by`). Only a person may lift a person's cordon.",
+        description="Who cordoned the instance (default: `by`). Only a person may remove a person's cordon.",
     )
     cordon_reason: str = Field(default="", max_length=1024, description="Why the instance is cordoned.")
     refused: Refusal | None = Field(

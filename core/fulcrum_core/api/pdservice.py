@@ -387,6 +387,9 @@ class PDServiceStatus(ApiModel):
         default=None, description="Last flip or refused change, for people."
     )
     endpoint: str | None = Field(default=None, description="Where clients send requests.")
+    state_tls: bool = Field(
+        default=False, description="Whether the state port of the active router serves TLS."
+    )
     model: ModelStatus | None = Field(
         default=None, description="Result of reading the model; only for real engines in a cluster."
     )

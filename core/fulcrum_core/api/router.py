@@ -2,7 +2,7 @@
 
 from typing import Annotated, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, StrictBool, model_validator
 
 from fulcrum_core.api.meta import ApiModel, Duration, cel_rule
 from fulcrum_core.api.pod_template import PodTemplatePatch
@@ -49,10 +49,16 @@ class DispatchSpec(ApiModel):
         "at least this long. Allow for the time to send the next prompt, and for wrong predictions (default "
         "500ms).",
     )
+    deflect: StrictBool = Field(
+        default=False,
+        description="Whether a decode instance computes a prompt itself if no prefill instance would compute "
+        "it well in time and its decodes have time to spare before their TPOT objective. It helps most in "
+        "mode Queue and where the mix of requests moves (default false).",
+    )
 
 
 class RouterTlsSpec(ApiModel):
-    """TLS on the port for clients."""
+    """TLS on a port of the router."""
 
     secret_name: str = Field(
         min_length=1,
@@ -126,6 +132,12 @@ class RouterSpec(ApiModel):
     tls: RouterTlsSpec | None = Field(
         default=None,
         description="TLS on the port for clients; the Service then has port 443 (default: plain HTTP).",
+    )
+    state_tls: RouterTlsSpec | None = Field(
+        default=None,
+        description="TLS on the state port, which the operator and the autoscaler read with a token. The "
+        "certificate is for NAME.NAMESPACE.svc, and its authority is the one in the chart's "
+        "router.stateCASecret (default: plain HTTP).",
     )
     auth: AuthSpec | None = Field(
         default=None,

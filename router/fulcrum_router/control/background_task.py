@@ -1,7 +1,7 @@
-"""Background tasks of a router: work that is not part of a request, and that has to go on whatever fails.
+"""Background tasks of a router: work that is not part of a request, and that has to continue after a failure.
 
-A task that fails is logged, counted and started again. Without that a router would go on serving, and nothing
-would enforce its time-outs, probe its engines or read its objects.
+A failed task is logged, counted and started again. Otherwise the router would continue to serve requests, but
+without time-outs, probes of its engines or changes of its objects.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ async def background_task(
     failures: MutableMapping[str, int],
     restart_delay_s: float = RESTART_DELAY_S,
 ) -> AsyncIterator[None]:
-    """Run a task during the block, and cancel it at the end.
+    """Run a task during the block; at the end, cancel it and wait until it has ended.
 
     Args:
         run: Starts the task; called again after each failure. A task that returns is not started again.
         name: Name of the task in logs and metrics.
-        failures: Number of failures by name; counted up.
+        failures: Number of failures by task name; each failure adds 1.
         restart_delay_s: Seconds until a failed task is started again.
     """
     task = asyncio.get_running_loop().create_task(_run_again(run, name, failures, restart_delay_s))

@@ -15,7 +15,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from fulcrum_core.values import Role
-from fulcrum_router.control.tier_metrics import add_histogram, build_admission_families, build_tier_families
+from fulcrum_router.control.tier_metrics import (
+    add_histogram,
+    build_admission_families,
+    build_reserve_family,
+    build_tenant_family,
+    build_tier_families,
+)
 from fulcrum_router.counters import ContinuationOutcome, Counters
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.policy import TransferPair, TransferPairs
@@ -114,6 +120,9 @@ class RouterCollector(Collector):
         """Build all families."""
         yield from build_tier_families(self._router.counters)
         yield from build_admission_families(self._router.journeys.admission)
+        now_s = time.monotonic()
+        yield build_tenant_family(self._router.counters.tenants, now_s=now_s)
+        yield build_reserve_family(self._router.journeys.tier_reserve, now_s=now_s)
         yield from _build_leg_families(self._router.counters)
         yield from _build_counter_families(self._router.counters)
         yield from _build_plain_counters(self._router.counters)
@@ -129,7 +138,7 @@ class RouterCollector(Collector):
         yield _build_transfer_family(self._router.pairs)
         yield _build_transfer_times(self._router.counters)
         yield _build_flip_times(self._router.counters)
-        yield from _build_pair_families(self._router.pairs, now_s=time.monotonic())
+        yield from _build_pair_families(self._router.pairs, now_s=now_s)
         yield from _build_router_gauges(self._router)
 
 

@@ -1,4 +1,4 @@
-"""The metrics port, without a token: metrics for Prometheus, and a health check for the kubelet.
+"""The metrics port, without a token: metrics for Prometheus, a health check, and recorded requests.
 
 A page of a large fleet takes tens of milliseconds to render. It is rendered at most once a second, whoever
 asks, and in slices with turns of the event loop between them, so that no request waits for it. The clients'
@@ -22,6 +22,8 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
+
+from fulcrum_router.control.requests_page import RequestsPage
 
 MIN_RENDER_INTERVAL_S = 1.0
 """Shortest time between two renderings; requests in between get the last page."""
@@ -118,8 +120,8 @@ def _escape(value: str) -> str:
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 
-def make_metrics_app(registry: Collector) -> web.Application:
-    """Make the application of the metrics port: `/metrics` and `/health`."""
+def make_metrics_app(registry: Collector, requests_page: RequestsPage) -> web.Application:
+    """Make the application of the metrics port: `/metrics`, `/health` and `/requests`."""
     plain, open_metrics = MetricsPage(registry), MetricsPage(registry, open_metrics=True)
 
     async def get_metrics(request: web.Request) -> web.Response:
@@ -133,5 +135,11 @@ def make_metrics_app(registry: Collector) -> web.Application:
         return web.Response(text="ok\n")
 
     app = web.Application()
-    app.add_routes([web.get("/metrics", get_metrics), web.get("/health", get_health)])
+    app.add_routes(
+        [
+            web.get("/metrics", get_metrics),
+            web.get("/health", get_health),
+            web.get("/requests", requests_page.respond),
+        ]
+    )
     return app

@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from prometheus_client import samples
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from fulcrum_core.histogram import Histogram
 from fulcrum_router.counters import Counters
 from fulcrum_router.policy.admission import Admission
 from fulcrum_router.policy.latency_parts import PARTS
+from fulcrum_router.policy.tenant_counts import NAMED_MAX, OTHERS, TenantCounts
+from fulcrum_router.policy.tier_reserve import TierReserve
 
 
 def build_tier_families(counters: Counters) -> Iterator[Metric]:
@@ -90,6 +92,35 @@ def _build_part_families(counters: Counters) -> Iterator[Metric]:
         for part, count in tier.misses_by_part.items():
             misses.add_metric([name, part], count)
     yield from (seconds, misses)
+
+
+def build_tenant_family(tenants: TenantCounts, *, now_s: float) -> Metric:
+    """Build the family of requests by tenant."""
+    family = CounterMetricFamily(
+        "fulcrum_router_tenant_requests",
+        "Requests for completions of a tenant that ended, by result: met, missed (their objectives), refused "
+        f"(not admitted), limited (over the tenant's rate limit). The {NAMED_MAX} tenants with most requests "
+        f"have a name, until an hour without a request; {OTHERS} stands for the rest. Requests without a "
+        "tenant are not counted here.",
+        labels=["tenant", "result"],
+    )
+    for tenant, result, count in tenants.list_counts(now_s):
+        family.add_metric([tenant, result], count)
+    return family
+
+
+def build_reserve_family(reserve: TierReserve, *, now_s: float) -> Metric:
+    """Build the family of reserved shares."""
+    family = GaugeMetricFamily(
+        "fulcrum_router_tier_reserve_ratio",
+        "Share of the prefill instances and of the decode KV cache that a tier has reserved, by state: kept "
+        "(other tiers leave it free), lent (the tier sends nothing, so others may use it).",
+        labels=["tier", "state"],
+    )
+    for tier, kept, lent in reserve.list_fractions(now_s):
+        family.add_metric([tier, "kept"], kept)
+        family.add_metric([tier, "lent"], lent)
+    return family
 
 
 def build_admission_families(admission: Admission) -> Iterator[Metric]:

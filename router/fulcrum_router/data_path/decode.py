@@ -16,17 +16,19 @@ from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1.bodies import build_decode_body
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.framing import CHUNKED, UNTIL_CLOSE
-from fulcrum_router.http1.output_limits import find_output_limit, is_stream
+from fulcrum_router.http1.output_limits import (
+    estimate_streamed_tokens,
+    find_output_limit,
+    find_tokens_per_event,
+    is_stream,
+)
 from fulcrum_router.http1.remote_media import has_remote_media
 from fulcrum_router.http1.sending import send_and_wait
 from fulcrum_router.http1.upstream import ConnectionPool, EngineConnection
 from fulcrum_router.kv_transfer.verification import KvTransfer, verify_transfer
 from fulcrum_router.policy.journey import Action
-from fulcrum_router.policy.whole_response import (
-    ASSUMED_CONTEXT_TOKENS,
-    compute_deadline_s,
-    compute_max_response_s,
-)
+from fulcrum_router.policy.prompt_limit import ASSUMED_CONTEXT_TOKENS
+from fulcrum_router.policy.whole_response import compute_deadline_s, compute_max_response_s
 from fulcrum_router.router import make_cache_salt
 
 # An attribute of an enum is slow to read.
@@ -37,13 +39,22 @@ _CONTINUED, _SENDING = ContinuationOutcome.CONTINUED, ResponseState.SENDING
 class DecodeLeg:
     """A `Leg` to a decode instance."""
 
-    __slots__ = ("_cache_salt", "_instance", "_lease_check", "_request", "_transfer", "response")
+    __slots__ = (
+        "_cache_salt",
+        "_instance",
+        "_lease_check",
+        "_request",
+        "_tokens_per_event",
+        "_transfer",
+        "response",
+    )
 
     def __init__(self, request: ServedRequest, instance: Instance) -> None:
         self._request, self._instance = request, instance
         # After an expired lease: a salt that no other request has, so that the engine reuses no cached KV.
         self._cache_salt = None if request.journey.must_recompute else instance.cache_salt
         self._transfer = self._create_transfer()
+        self._tokens_per_event = find_tokens_per_event(request.body.fields)
         self._lease_check: asyncio.Task[None] | None = None
         self.response: DecodeResponse | None = None
         """The response on the last connection that was tried."""
@@ -180,10 +191,10 @@ class DecodeLeg:
         self._release_body(now_s)
 
     def _release_body(self, now_s: float) -> None:
-        request = self._request
+        request, response = self._request, self.response
         request.downstream.release_body()
         request.body.forget_prompt()
-        request.journey.first_byte(now_s)
+        request.journey.first_byte(now_s, is_streamed=response is not None and response.streaming)
 
     @property
     def continuation(self) -> Continuation | None:
@@ -202,14 +213,27 @@ class DecodeLeg:
     @property
     def max_response_s(self) -> float:
         """See `policy.whole_response`."""
+        return compute_max_response_s(
+            first_byte_timeout_s=self._request.timeouts.first_byte_s, max_output_tokens=self.max_output_tokens
+        )
+
+    @property
+    def max_output_tokens(self) -> int:
+        """Output tokens that the response may have, of all choices."""
         request, body = self._request, self._request.body
         limit = find_output_limit(body.fields, chat=request.is_chat)
-        tokens = (
-            max(0, ASSUMED_CONTEXT_TOKENS - request.journey.work.prompt_tokens) if limit is None else limit
-        )
-        return compute_max_response_s(
-            first_byte_timeout_s=request.timeouts.first_byte_s, max_output_tokens=tokens * body.choices
-        )
+        if limit is None:
+            limit = max(0, ASSUMED_CONTEXT_TOKENS - request.journey.work.prompt_tokens)
+        return limit * body.choices
+
+    def count_tokens(self, events: int) -> int:
+        """See `ResponseObserver`."""
+        response, tokens_per_event = self.response, self._tokens_per_event
+        if tokens_per_event == 1 or response is None or response.entry is None:
+            return events
+        most = self.max_output_tokens
+        tokens = estimate_streamed_tokens(response.events, tokens_per_event=tokens_per_event, most=most)
+        return max(0, tokens - response.entry.output_tokens)
 
     def extend_deadline(self, now_s: float) -> float:
         """Wait for a whole response as long as its engine makes progress; see `policy.whole_response`."""
@@ -265,14 +289,12 @@ class DecodeLeg:
         request.outcome = _OK
         if head.status >= 400 or response.error_status:
             request.outcome = _BROKEN if response.broke_off else _INVALID
-        return journey.decode_ended(time.monotonic(), output_tokens=self._read_output_tokens(response))
-
-    def _read_output_tokens(self, response: DecodeResponse) -> int | None:
-        """The output tokens of one choice by the engine's usage; without usage None for a stream, else 0."""
-        usage = response.usage
-        if usage is None:
-            return None if response.streaming else 0
-        return usage.completion_tokens // self._request.body.choices
+        if request.outcome is _INVALID:
+            return journey.decode_rejected(time.monotonic())
+        prompt_tokens, output_tokens = request.body.find_counts(response.usage)
+        return journey.decode_ended(
+            time.monotonic(), prompt_tokens=prompt_tokens, output_tokens=output_tokens
+        )
 
     async def _continue_stream(self, error: LegFailed) -> int | None:
         """See `ServedRequest.continue_stream`; None also for a leg that has sent nothing to the client."""

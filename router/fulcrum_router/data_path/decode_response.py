@@ -225,7 +225,7 @@ class DecodeResponse(Completion[None]):
         events = data.count(b"\ndata:")
         self.events += events
         if self.entry is not None:
-            self.entry.add_tokens(events)
+            self.entry.add_tokens(self._observer.count_tokens(events))
         self._last_sent = sent = head + data if head else data
         self.downstream.write(sent)
         if self._continuation is not None:

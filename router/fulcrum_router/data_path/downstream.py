@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from fulcrum_router.access.callers import Caller, CallerRefused
-from fulcrum_router.control import router_endpoints
+from fulcrum_router.control import router_paths
 from fulcrum_router.data_path.exchange import Exchange
 from fulcrum_router.data_path.http10 import UnchunkedDownstream
 from fulcrum_router.data_path.pass_through import PASS_THROUGH_PATHS, PassThrough
@@ -271,14 +271,14 @@ class ClientConnection:
                 self._start_exchange(request)
             else:
                 self._reject_method(request, b"POST")
-        elif path not in router_endpoints.ROUTER_PATHS:
+        elif path not in router_paths.ROUTER_PATHS:
             self._send_error(request, 404, f"no such path: {path[:100].decode('latin-1')}")
         elif method not in (b"GET", b"HEAD"):
             self._reject_method(request, b"GET, HEAD")
         else:
             head_only, close = method == b"HEAD", not request.keep_alive
             self._transport.write(
-                router_endpoints.build_router_response(
+                router_paths.build_router_response(
                     self._server.router, path, head_only=head_only, close=close
                 )
             )

@@ -39,6 +39,7 @@ log = structlog.get_logger()
 
 # An attribute of an enum is slow to read.
 _SEND_PREFILL, _SEND_DECODE, _END = Action.SEND_PREFILL, Action.SEND_DECODE, Action.END
+_OUTCOME_NUMBERS = {outcome: number for number, outcome in enumerate(RequestOutcome)}
 _OK, _DONE, _FULL = RequestOutcome.OK, State.DONE, (StopReason.FULL, StopReason.REFUSED)
 
 
@@ -221,6 +222,10 @@ class Exchange:
             refused=request.is_admitted and request.journey.stop_reason in _FULL,
         )
         counters.record_parts(request.tier, outcome, parts, met=met, tokens=tokens)
+        if request.client.caller.tenant:
+            counters.record_tenant(request.client.caller.tenant, outcome, met=met, now_s=end_s)
+        if request.is_admitted:
+            self._record_flight(end_s, tokens=tokens, ttft_s=ttft_s)
         if request.trace is not None:
             self._end_trace(end_s, parts, met=met, tokens=tokens)
             counters.keep_exemplars(
@@ -230,6 +235,20 @@ class Exchange:
                 ttft_s=ttft_s,
                 response_s=response_s,
             )
+
+    def _record_flight(self, end_s: float, *, tokens: int | None, ttft_s: float | None) -> None:
+        """Record the request in numbers, to replay it later."""
+        request, work, duration_s = self._request, self._request.journey.work, end_s - self._request.arrival_s
+        request.router.flight_recorder.add(
+            arrival_s=time.time() - duration_s,
+            prompt_tokens=work.prompt_tokens,
+            output_tokens=(tokens or 0) * work.choices,
+            ttft_s=ttft_s,
+            duration_s=duration_s,
+            tier=request.tier.name,
+            outcome=_OUTCOME_NUMBERS[request.outcome],
+            tenant=work.tenant,
+        )
 
     def _trace_leg(self, name: str, instance: Instance) -> None:
         """Begin the span of a leg, and have the engine continue its trace."""

@@ -22,11 +22,13 @@ from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.framing import UNTIL_CLOSE, ResponseHead
 from fulcrum_router.http1.inline_task import Completion, InlineTask
 from fulcrum_router.http1.json_limits import InvalidBody
+from fulcrum_router.http1.output_limits import find_passed_limit
+from fulcrum_router.http1.passed_usage import PassedUsage
+from fulcrum_router.http1.prompt_size import measure_conversation
 from fulcrum_router.http1.sending import send_and_wait
 from fulcrum_router.http1.upstream import EngineConnection
 from fulcrum_router.policy import Work
 from fulcrum_router.policy.blame import is_ambiguous, is_shed_or_failed
-from fulcrum_router.policy.estimate import measure_conversation
 from fulcrum_router.policy.journey import Action, Journey, LocalPrefillReason, StopReason
 from fulcrum_router.policy.journey.machine import DEATHS, MIN_SUSPICIONS
 from fulcrum_router.policy.whole_response import compute_deadline_s
@@ -55,6 +57,7 @@ POOLING_PATHS = frozenset(
 )
 """Paths whose requests are answered in one step, or in none."""
 PASS_THROUGH_PATHS = GENERATION_PATHS | POOLING_PATHS
+_INVALID = RequestOutcome.INVALID  # an attribute of an enum is slow to read
 MAX_ATTEMPTS = 2
 MAX_RESPONSE_S = 3_600.0
 """Longest time until the first byte, for a response that comes whole from an engine that makes progress."""
@@ -144,6 +147,7 @@ class PassThrough:
         "_body",
         "_client_request",
         "_downstream",
+        "_first_leg_s",
         "_inline_task",
         "_journey",
         "_keep_alive",
@@ -152,6 +156,8 @@ class PassThrough:
         "_router",
         "_settings",
         "_suspicions",
+        "_trace",
+        "_usage",
     )
 
     def __init__(
@@ -167,6 +173,12 @@ class PassThrough:
         self._body: RequestBody | None = None
         self._journey: Journey[Instance] | None = None
         """Journey of a request that generates tokens; None for other requests."""
+        self._usage: PassedUsage | None = None
+        """Reads the usage of its response; None until the first byte."""
+        self._first_leg_s = 0.0
+        """When the first leg was sent; 0: none was. Known only if the request is traced."""
+        tracer, headers = router.tracer, client_request.trace_headers
+        self._trace = None if tracer is None else tracer.begin(headers, self._arrival_s)
         self._inline_task = InlineTask(self._run())
 
     def start(self) -> None:
@@ -216,13 +228,16 @@ class PassThrough:
             self._leg = None
             self._legs.close()
             self._router.counters.passed_through[self._client_request.path.decode(), outcome] += 1
+            self._end_trace(outcome)
             self._downstream.finish_response(keep_alive=self._keep_alive)
 
     async def _serve(self) -> RequestOutcome:
         tier = self._client_request.caller.tier
         if self._client_request.is_long:
             await self._router.long_turns.take()
-        request = self._body = parse_request_body(self._client_request.body, tier.engine_priority)
+        request = self._body = parse_request_body(
+            self._client_request.body, tier.engine_priority, passed=True
+        )
         if self._client_request.path in GENERATION_PATHS:
             return await self._generate(request)
         failed = LegFailed(Failure.REFUSED, "no instance is available", status=503)
@@ -278,7 +293,7 @@ class PassThrough:
                         raise
                 else:
                     router.counters.local_prefills[LocalPrefillReason.PASSED_THROUGH] += 1
-                    action = journey.decode_ended(time.monotonic())
+                    action = self._end_leg(journey, outcome, body)
             else:
                 close = not self._keep_alive
                 raise EarlyResponse(*build_failure_response(router, journey, failed, close=close))
@@ -293,7 +308,19 @@ class PassThrough:
             tier=tier.name,
             priority=-tier.engine_priority,
             tenant=self._client_request.caller.tenant,
+            output_limit=find_passed_limit(body.fields, path=self._client_request.path) or 0,
         )
+
+    def _end_leg(self, journey: Journey[Instance], outcome: RequestOutcome, body: RequestBody) -> Action:
+        now_s, entry = time.monotonic(), journey.decode_entry
+        if outcome is _INVALID:
+            return journey.decode_rejected(now_s)
+        usage, is_sure = (None, True) if self._usage is None else self._usage.read()
+        prompt_tokens, output_tokens = body.find_counts(usage)
+        if not is_sure and entry is not None:
+            prompt_tokens = max(prompt_tokens or 0, journey.work.prompt_tokens)
+            output_tokens = max(output_tokens or 0, entry.output_tokens) or None
+        return journey.decode_ended(now_s, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
 
     def _fail_leg(
         self, journey: Journey[Instance], instance: Instance, failed: LegFailed, body: RequestBody
@@ -313,12 +340,45 @@ class PassThrough:
         return min(serving, key=lambda i: (i.ledger.legs, i.name), default=None)
 
     async def _send(self, instance: Instance, request: RequestBody) -> RequestOutcome:
-        """Send the request to one instance and forward its response.
+        """Send the request to one instance and forward its response; trace this leg.
 
         Raises:
             LegFailed: if it fails before the first byte was sent to the client.
             StreamBroken: if it fails later.
         """
+        trace = self._trace
+        if trace is None:
+            return await self._forward(instance, request)
+        now_s = time.monotonic()
+        self._first_leg_s = self._first_leg_s or now_s
+        self._client_request.trace_headers = trace.begin_leg("fulcrum.pass_through", instance.name, now_s)
+        try:
+            outcome = await self._forward(instance, request)
+        except (LegFailed, StreamBroken) as error:
+            failed = error.failed if isinstance(error, StreamBroken) else error
+            trace.end_leg(time.monotonic(), error=failed.failure)
+            raise
+        trace.end_leg(time.monotonic())
+        return outcome
+
+    def _end_trace(self, outcome: RequestOutcome) -> None:
+        if self._trace is None:
+            return
+        client_request = self._client_request
+        self._trace.end(
+            time.monotonic(),
+            arrival_s=self._arrival_s,
+            first_leg_s=self._first_leg_s,
+            parts=None,
+            attributes={
+                "fulcrum.tier": client_request.caller.tier.name,
+                "fulcrum.outcome": outcome,
+                "fulcrum.path": client_request.path.decode(),
+            },
+            error="" if outcome is RequestOutcome.OK else outcome,
+        )
+
+    async def _forward(self, instance: Instance, request: RequestBody) -> RequestOutcome:
         pool, timeouts = instance.require_connection_pool(), self._settings.timeouts
 
         def build_request() -> tuple[bytes, bytes]:
@@ -347,7 +407,7 @@ class PassThrough:
 
     def write_first(self, leg: PassThroughLeg, data: bytes) -> None:
         """Send bytes of the response, the first ones with the head."""
-        head = leg.head
+        head, sent = leg.head, data
         if head is not None and not leg.committed:
             leg.committed = True
             if head.length == UNTIL_CLOSE:
@@ -355,19 +415,22 @@ class PassThrough:
             lines = leg.instance.decode_header
             if not self._keep_alive:
                 lines += b"connection: close\r\n"
-            data = head.prepend_headers(lines) + data
+            sent = head.prepend_headers(lines) + data
             self._downstream.release_body()
             if self._body is not None:
                 self._body.forget_prompt()
             if self._journey is not None:
-                self._journey.first_byte(time.monotonic())
+                self._journey.first_byte(time.monotonic(), is_streamed=False)
+                self._usage = PassedUsage(streaming=head.is_event_stream)
             if self._downstream.paused:
                 self.pause()
+        if self._usage is not None:
+            self._usage.add(data)
         if head is not None and head.is_event_stream and self._journey is not None:
             entry = self._journey.decode_entry
             if entry is not None:
-                entry.add_tokens(data.count(b"\ndata:"))  # about one token each
-        self._downstream.write(data)
+                entry.add_tokens(sent.count(b"\ndata:"))  # about one token each
+        self._downstream.write(sent)
 
     def _write_failure(self, failed: LegFailed) -> None:
         """Send the error for a request that no instance could serve."""

@@ -18,10 +18,10 @@ from fulcrum_router.http1.bodies import (
 )
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.framing import CHUNKED, UNTIL_CLOSE, ResponseHead
+from fulcrum_router.http1.prompt_size import has_only_text
 from fulcrum_router.http1.sending import BufferedResponse, send_and_wait
 from fulcrum_router.http1.upstream import ConnectionPool, EngineConnection
 from fulcrum_router.policy.blame import is_shed_or_failed
-from fulcrum_router.policy.estimate import has_only_text
 from fulcrum_router.policy.journey import Action, LocalPrefillReason, StopReason
 from fulcrum_router.policy.whole_response import compute_deadline_s
 
@@ -30,10 +30,6 @@ _REASONS = {
     PrefillProblem.WRONG_REMOTE_HOST: LocalPrefillReason.WRONG_REMOTE_HOST,
 }
 """Problems that another prefill instance would have, too: the decode instance computes the prompt."""
-
-
-MAX_ADDED_TOKENS = 131_072
-"""Tokens of a prompt beyond one for each byte of its body, as for images by URL. More is not believed."""
 
 
 MAX_PREFILL_FACTOR = 10.0
@@ -135,7 +131,7 @@ class PrefillLeg:
         if head.status != 200:
             self._reject(head.status, received.content, head)
         response = parse_prefill_response(received.content, pool.host)
-        if (response.prompt_tokens or 0) > len(request.body.raw) + MAX_ADDED_TOKENS:
+        if (response.prompt_tokens or 0) > request.body.max_prompt_tokens:
             response.prompt_tokens = None
         problem = response.problem
         if problem is PrefillProblem.ABORTED:

@@ -12,6 +12,9 @@ class ResponseObserver(Protocol):
     def max_response_s(self) -> float:
         """Seconds that the stream may take, however steadily its bytes come."""
 
+    def count_tokens(self, events: int) -> int:
+        """Output tokens of the next events of the stream."""
+
     def record_first_byte(self, now_s: float) -> None:
         """The first byte is sent to the client."""
 

@@ -1,4 +1,4 @@
-"""TLS on the clients' port: the certificate of the router, read again when its files change.
+"""TLS on the clients' port and the state port: certificates, read again when their files change.
 
 cert-manager and the kubelet replace the files of a Secret; connections that are made later get the new
 certificate, open ones go on.
@@ -20,10 +20,11 @@ RELOAD_INTERVAL_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files of the certificate, with its chain, and of its key."""
+    """PEM files of the certificate, with its chain, and of its key; and the option that names the first."""
 
     certificate: Path
     key: Path
+    option: str = "--tls-certificate"
 
     def read_versions(self) -> tuple[float, float]:
         """Modification times of both files; raises OSError if one cannot be read."""
@@ -43,7 +44,7 @@ def make_tls_context(files: TlsFiles) -> ssl.SSLContext:
         context.load_cert_chain(files.certificate, files.key)
     except OSError as error:  # ssl.SSLError is one
         reason = error.strerror or str(error)
-        raise InvalidInput("--tls-certificate", files.certificate, f"cannot be used: {reason}") from error
+        raise InvalidInput(files.option, files.certificate, f"cannot be used: {reason}") from error
     return context
 
 

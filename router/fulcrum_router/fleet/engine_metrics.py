@@ -1,4 +1,4 @@
-"""Read an engine's `/metrics`: a request to one engine, and the values that the router uses.
+"""Read an engine's `/metrics` and `/v1/models`: a request to one engine, and the values that the router uses.
 
 `observe.engines` reads every engine once a second; `data_path` reads expired transfers during a lease check.
 """
@@ -7,8 +7,10 @@ import math
 import re
 
 from fulcrum_router.fleet.instances import Instance
+from fulcrum_router.http1.bodies import MAX_PROMPT_TOKENS
 from fulcrum_router.http1.failures import LegFailed
 from fulcrum_router.http1.inline_task import run_inline
+from fulcrum_router.http1.json_limits import InvalidBody, parse_limited_object
 from fulcrum_router.http1.sending import send_request
 from fulcrum_router.http1.upstream import ConnectionPool
 
@@ -104,6 +106,20 @@ def _read_cache_config(text: bytes, label: re.Pattern[bytes]) -> int | None:
     start = text.find(_CACHE_CONFIG) + 1
     found = label.search(text, start, text.find(b"\n", start)) if start else None
     return int(found[1]) if found else None
+
+
+def read_context_tokens(page: bytes) -> int | None:
+    """Read the longest context of an engine from its list of models; None: it names none that is plausible.
+
+    A longer one than any prompt would let each prompt count in full for all engines of the service.
+    """
+    try:
+        models = parse_limited_object(page).get("data")
+    except InvalidBody:
+        return None
+    lengths = (m.get("max_model_len") for m in models if type(m) is dict) if type(models) is list else ()
+    plausible = (n for n in lengths if type(n) is int and 0 < n <= MAX_PROMPT_TOKENS)
+    return max(plausible, default=None)
 
 
 async def fetch_expired_transfers(instance: Instance) -> float | None:

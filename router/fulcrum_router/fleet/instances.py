@@ -60,6 +60,7 @@ class Instance(LearningInstance):
         "assigned",
         "cache_salt",
         "connection_pool",
+        "context_tokens",
         "decode_header",
         "engine_read_at_s",
         "engine_requests",
@@ -118,14 +119,14 @@ class Instance(LearningInstance):
         self.error_share = 0.0
         """Copy of `Health.error_share`, which dispatch reads of every instance."""
         self.connection_pool: ConnectionPool | None = None
-        self.former_pools: list[ConnectionPool] = []
-        """Pools of earlier endpoints that still have legs in flight."""
+        self.former_pools: list[ConnectionPool] = []  # of earlier endpoints, with legs in flight
         self.itl_s: float | None = None
         """Mean inter-token latency over the last probe interval, in seconds; None: not reported."""
         self.kv_usage: float | None = None
         """Used fraction of the KV cache."""
         self.kv_capacity_tokens: int | None = None
         """Tokens that the engine's KV cache holds; None: not reported."""
+        self.context_tokens: int | None = None
         self.engine_waiting: int | None = None
         """Requests that wait in the engine for a place or for KV blocks; None: not reported."""
         self.wait_causes = WaitCauses()
@@ -191,7 +192,7 @@ class Instance(LearningInstance):
         self.error_share = 0.0
         self.missed_probes = 0
         self.itl_s = self.kv_usage = self.expired_transfers = None
-        self.engine_waiting = self.kv_capacity_tokens = None
+        self.engine_waiting = self.kv_capacity_tokens = self.context_tokens = None
         self.reports_cached_tokens, self.cache_salt, self.reported_block_size = False, "", None
         self.incoming_transfers = IncomingTransfers()
         self.tokens_computed, self.progress_at_s = None, 0.0

@@ -15,11 +15,12 @@ from typing import Any
 
 import orjson
 
+from fulcrum_router.http1.engine_events import Usage
 from fulcrum_router.http1.json_limits import InvalidBody, parse_limited_object
 from fulcrum_router.http1.lax_bools import parse_lax_bool
 from fulcrum_router.http1.lax_ints import parse_lax_int
 from fulcrum_router.http1.output_limits import MAX_N, count_choices, count_prompts
-from fulcrum_router.policy.estimate import measure_prompt
+from fulcrum_router.http1.prompt_size import measure_prompt
 from fulcrum_router.policy.journey import LocalPrefillReason
 
 RESERVED_FIELDS = frozenset({"kv_transfer_params", "ec_transfer_params", "priority", "request_id"})
@@ -31,11 +32,12 @@ RESERVED_EXTRA_ARGS = frozenset({"kv_transfer_params", "ec_transfer_params", "kv
 
 MAX_PROMPTS = 2_048
 """Prompts in one request, as in OpenAI's API."""
+_TOO_MANY_PROMPTS = f"the body has more than {MAX_PROMPTS} prompts"
 
 _RESPECIFIED_FIELDS = RESERVED_FIELDS | {EXTRA_ARGS_FIELD}
 
 _SINGLE = (1, None)
-_SEVERAL = frozenset({LocalPrefillReason.MULTIPLE_PROMPTS, LocalPrefillReason.MULTIPLE_CHOICES})
+_COMPLETION_PROMPTS = frozenset({"prompt", "prompt_embeds"})
 _COUNTED_FIELDS = frozenset({"stream", "max_tokens", "max_completion_tokens"})
 _REASON_FIELDS = frozenset(
     {
@@ -51,7 +53,10 @@ _REASON_FIELDS = frozenset(
 """Fields that may be the reason for a local prefill."""
 _OUTPUT_LIMIT_FIELDS = ("max_completion_tokens", "max_tokens")
 _INTEGER_FIELDS = frozenset(
-    {"max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "truncate_prompt_tokens"}
+    {
+        *("max_tokens", "max_completion_tokens", "min_tokens"),
+        *("n", "best_of", "stream_interval", "truncate_prompt_tokens"),
+    }
 )
 """Fields with whole numbers that the router reads."""
 _PREFILL_KV_TRANSFER_PARAMS = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -66,6 +71,8 @@ _BLOCK_IDS = re.compile(rb"\[(?:\[[\d,]*\](?:,\[[\d,]*\])*|[\d,]*)\]")
 """Ids of one KV cache group, or a list of them for each group, as compact JSON."""
 MAX_PROMPT_TOKENS = 16_777_216
 """A larger count in an engine's usage is not believed."""
+MAX_ADDED_TOKENS = 131_072
+"""Tokens of a prompt beyond one for each byte of its body, as for images by URL. More is not believed."""
 
 
 @dataclass(slots=True)  # quicker to make than a frozen one, and to read than a tuple
@@ -82,6 +89,15 @@ class RequestBody:
     prompts: int = 1
     choices: int = 1
     """Texts that the engine generates: `n` for each prompt."""
+    max_prompt_tokens: int = MAX_PROMPT_TOKENS
+    """An engine's count of the prompt above it is not believed."""
+
+    def find_counts(self, usage: Usage | None) -> tuple[int | None, int | None]:
+        """Return the prompt and output tokens of an engine's usage; None for a count that is not believed."""
+        if usage is None:
+            return None, None
+        is_credible = 0 < usage.prompt_tokens <= self.max_prompt_tokens
+        return usage.prompt_tokens if is_credible else None, usage.completion_tokens or None
 
     def forget_prompt(self) -> None:
         """Free the memory of all but the options of the output: no leg needs the body again."""
@@ -92,14 +108,23 @@ class RequestBody:
         }
 
 
-def parse_request_body(raw: bytes, priority: int, *, chat: bool = False) -> RequestBody:
-    """Parse `raw`, drop its reserved fields and set `priority` (0: none). `chat`: its prompt are messages.
+def parse_request_body(raw: bytes, priority: int, *, chat: bool = False, passed: bool = False) -> RequestBody:
+    """Parse `raw`, drop its reserved fields and set `priority` (0: none).
+
+    Args:
+        raw: The client's body.
+        priority: Priority of the request for the engine.
+        chat: Whether its prompt are messages.
+        passed: Whether it is for another API than completions and chats: its prompt is not measured here.
 
     Raises:
         InvalidBody: if `raw` is not a JSON object, or exceeds a limit of `json_limits`.
     """
     fields = parse_limited_object(raw)
-    if _normalise_bools(fields) | _normalise_ints(fields):
+    has_changed = _normalise_bools(fields) | _normalise_ints(fields)
+    if not chat and not passed:
+        has_changed |= _drop_null_limit(fields)
+    if has_changed:
         raw = orjson.dumps(fields)
     if not _RESPECIFIED_FIELDS.isdisjoint(fields):
         _drop_reserved_fields(fields)
@@ -110,14 +135,16 @@ def parse_request_body(raw: bytes, priority: int, *, chat: bool = False) -> Requ
     read = _drop_unread_prompt(fields, chat=chat)
     prompt = read.get("prompt")
     if type(prompt) is list and len(prompt) > MAX_PROMPTS and type(prompt[0]) is not int:
-        raise InvalidBody(f"the body has more than {MAX_PROMPTS} prompts")
-    size, ids = measure_prompt(read)
+        raise InvalidBody(_TOO_MANY_PROMPTS)
+    size, ids = (0, 0) if passed else measure_prompt(read)
     reason = _find_local_prefill_reason(read)
-    if reason is not None:
-        _limit_answers(fields)
-    if reason not in _SEVERAL:
-        return RequestBody(raw, fields, size, ids, reason)
-    return RequestBody(raw, fields, size, ids, reason, count_prompts(read), count_choices(read))
+    if reason is None:
+        return RequestBody(raw, fields, size, ids, reason, 1, 1, len(raw) + MAX_ADDED_TOKENS)
+    _limit_answers(fields)
+    prompts, choices = count_prompts(read), count_choices(read)
+    if prompts > MAX_PROMPTS:
+        raise InvalidBody(_TOO_MANY_PROMPTS)
+    return RequestBody(raw, fields, size, ids, reason, prompts, choices, len(raw) + MAX_ADDED_TOKENS)
 
 
 def _limit_answers(fields: dict[str, Any]) -> None:
@@ -128,10 +155,10 @@ def _limit_answers(fields: dict[str, Any]) -> None:
 
 
 def _drop_unread_prompt(fields: dict[str, Any], *, chat: bool) -> dict[str, Any]:
-    """Return the fields without the prompt of a chat, which no engine reads."""
-    if not chat or "prompt" not in fields:
+    """Return the fields without the prompts of a completion, which no engine reads in a chat."""
+    if not chat or _COMPLETION_PROMPTS.isdisjoint(fields):
         return fields
-    return {name: value for name, value in fields.items() if name != "prompt"}
+    return {name: value for name, value in fields.items() if name not in _COMPLETION_PROMPTS}
 
 
 def _normalise_bools(fields: dict[str, Any]) -> bool:
@@ -161,6 +188,17 @@ def _normalise_ints(fields: dict[str, Any]) -> bool:
         elif type(value) is str:
             raise InvalidBody(f"{name} is not a whole number")
     return has_changed
+
+
+def _drop_null_limit(fields: dict[str, Any]) -> bool:
+    """Remove the limit of a completion if it is null; return whether it was.
+
+    vLLM 0.32 reads null as no field, which is 16 tokens. Older ones generate up to the end of the context.
+    """
+    if fields.get("max_tokens", 0) is not None:
+        return False
+    del fields["max_tokens"]
+    return True
 
 
 def _normalise_bool(fields: dict[str, Any], name: str) -> bool:

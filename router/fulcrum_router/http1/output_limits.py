@@ -7,6 +7,7 @@ _DEFAULT_COMPLETION_TOKENS = 16
 """Output tokens of a completion that sets no limit; a chat may use the rest of the context."""
 MAX_N = 16_384
 """Largest number of answers to a prompt, as in vLLM (`VLLM_MAX_N_SEQUENCES`)."""
+_PASSED_LIMITS = {b"/v1/responses": "max_output_tokens", b"/v1/messages": "max_tokens"}
 
 
 def is_stream(fields: Mapping[str, Any]) -> bool:
@@ -23,11 +24,35 @@ def find_output_limit(fields: Mapping[str, Any], *, chat: bool) -> int | None:
     return None if chat else _DEFAULT_COMPLETION_TOKENS
 
 
+def find_passed_limit(fields: Mapping[str, Any], *, path: bytes) -> int | None:
+    """Return the largest number of output tokens of a request that is passed through; None: not known."""
+    name = _PASSED_LIMITS.get(path)
+    limit = None if name is None else fields.get(name)
+    return limit if type(limit) is int and limit > 0 else None
+
+
+def find_tokens_per_event(fields: Mapping[str, Any]) -> int:
+    """Return how many output tokens the engine collects for each event of the stream."""
+    interval = fields.get("stream_interval")
+    return interval if type(interval) is int and interval > 1 else 1
+
+
+def estimate_streamed_tokens(events: int, *, tokens_per_event: int, most: int) -> int:
+    """Estimate the output tokens of the first `events` events of a stream that may have `most` tokens."""
+    return max(events, min(events * tokens_per_event, most))
+
+
 def count_prompts(fields: Mapping[str, Any]) -> int:
-    """Return how many prompts the request has."""
-    prompt = fields.get("prompt")
-    several = type(prompt) is list and bool(prompt) and type(prompt[0]) is not int
-    return len(prompt) if several and prompt is not None else 1
+    """Return how many prompts the request has, embedded ones included; at least 1."""
+    prompt, embedded = fields.get("prompt"), fields.get("prompt_embeds")
+    prompts = 0 if prompt is None else 1
+    if type(prompt) is list and prompt and type(prompt[0]) is not int:
+        prompts = len(prompt)
+    if type(embedded) is list:
+        prompts += len(embedded)
+    elif type(embedded) is str:
+        prompts += 1
+    return prompts or 1
 
 
 def count_choices(fields: Mapping[str, Any]) -> int:

@@ -22,6 +22,7 @@ from fulcrum_router.fleet.engine_metrics import (
     KV_USAGE,
     fetch_page,
     read_block_size,
+    read_context_tokens,
     read_kv_capacity,
     read_request_count,
     read_tokens_computed,
@@ -161,6 +162,8 @@ class EngineProber:
             instance.wait_causes.record(fetching=causes[0], queued=causes[1])
         instance.expired_transfers = sum_samples(text, EXPIRED_TRANSFERS)
         _update_block_size(instance, text)
+        if previous is None and instance.context_tokens is None:
+            await _fetch_context(instance, pool)
         return _update_latency(instance, text, previous)
 
     def _record_missed_probe(self, instance: Instance, pool: ConnectionPool, failure: Failure) -> None:
@@ -198,6 +201,16 @@ class EngineProber:
             log.info("instance readmitted", instance=instance.name)
 
 
+async def _fetch_context(instance: Instance, pool: ConnectionPool) -> None:
+    """Fetch the longest context of an engine, which never changes; without API key it may stay unknown."""
+    try:
+        status, page = await fetch_page(pool, b"/v1/models")
+    except LegFailed:
+        return
+    if status == 200 and instance.connection_pool is pool:
+        instance.context_tokens = read_context_tokens(page)
+
+
 def _update_latency(instance: Instance, text: bytes, previous: LatencySums | None) -> LatencySums | None:
     seconds, count = sum_samples(text, ITL_SUM), sum_samples(text, ITL_COUNT)
     if seconds is None or count is None:
@@ -207,11 +220,12 @@ def _update_latency(instance: Instance, text: bytes, previous: LatencySums | Non
         kv_usage=instance.kv_usage, kv_capacity_tokens=instance.kv_capacity_tokens
     )
     sums = LatencySums(seconds, count, batch_tokens)
-    instance.itl_s = sums.mean_since(previous)
-    if instance.itl_s and previous and previous.batch_tokens and sums.batch_tokens:
+    itl_s = sums.mean_since(previous)
+    instance.itl_s = instance.discount_deflected(itl_s, since_s=time.monotonic() - PROBE_INTERVAL_S)
+    if itl_s and previous and previous.batch_tokens and sums.batch_tokens:
         # The latency of a second belongs to the mean batch of that second. With the batch at its end, a burst
         # that has just ended would teach that tokens cost nothing, and no flip to decode would be proposed.
-        instance.learn_decode(tokens=(previous.batch_tokens + sums.batch_tokens) // 2, itl_s=instance.itl_s)
+        instance.learn_decode(tokens=(previous.batch_tokens + sums.batch_tokens) // 2, itl_s=itl_s)
     return sums
 
 

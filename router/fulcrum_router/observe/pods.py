@@ -1,9 +1,9 @@
 """Watch which engine pods of a service are active: neither ended nor being deleted.
 
-If an instance's pod is no longer active, the router sends it no new work at once, without waiting for the
-operator to update the instance: another pod may soon have the address. A pod has the name of its PDInstance.
-Readiness of pods is ignored: the router's own probes are faster, and work while the API server is
-unreachable.
+If an instance's pod is no longer active, the router immediately stops sending new work to the instance. It
+does not wait until the operator updates the PDInstance, because another pod may soon get the address. A pod
+has the name of its PDInstance. Readiness of pods is ignored: the router's own probes are faster, and they
+work while the API server is unreachable.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ class PodWatcher(Reflector[tuple[EventType, Object]]):
     """The active engine pods of one service; the last known ones while the API server is unreachable.
 
     Args:
-        objects: Access to pods.
+        objects: API to list and watch pods.
         service: Name of the PDService.
         namespace: Namespace of the pods.
         on_change: Called whenever a result of `is_active_at` may have changed.
-        rng: Spreads the retries of many routers.
+        rng: Spreads the retries of several routers over time.
         sleep: Waits a number of seconds.
     """
 
@@ -51,7 +51,7 @@ class PodWatcher(Reflector[tuple[EventType, Object]]):
     def is_active_at(self, instance: str, host: str) -> bool:
         """Whether the pod of the instance is active and has the address `host`; True before the first list.
 
-        A pod without an address yet is active nowhere: the instance may still have that of an earlier pod.
+        False for a pod without an address: the PDInstance may still have the address of an earlier pod.
         """
         return not self.synced.is_set() or self._active_pods.get(instance) == host
 

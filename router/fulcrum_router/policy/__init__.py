@@ -20,8 +20,6 @@ from fulcrum_router.policy.estimate import (
     PredictionErrorMean,
     PrefillPredictor,
     TokensPerByte,
-    has_only_text,
-    measure_prompt,
 )
 from fulcrum_router.policy.ledger import (
     DecodeEntry,
@@ -75,7 +73,5 @@ __all__ = [
     "choose_prefill",
     "classify_transfer",
     "compute_decode_load",
-    "has_only_text",
-    "measure_prompt",
     "predict_ttft",
 ]

@@ -9,9 +9,10 @@ phase:
 
 Decode is predicted for the end of the prefill and not for now (after Mooncake, FAST 2025): otherwise decode
 looks idle while many prompts are computed for it, and full when no more are admitted, and the admitted load
-swings. A request in decode stays there for t_d, the mean number of output tokens times I(tokens). Of the
-present ones, a share of 1 - t/t_d still runs after t; of those whose prompts are computed now, the share of
-`_predict_stay`. An instance counts at most its own limit while another one has room.
+swings. An answer of o tokens is in decode for o * I(tokens). So of those that are found there, the mean is
+t_d = Σo²/Σo * I(tokens), and a share of 1 - t/t_d of them still runs after t. Of those whose prompts are
+computed now, the share of `_predict_arrived` runs, by the plain mean of o. An instance counts at most its own
+limit while another one has room.
 
 In mode Direct requests wait in engines, which may serve lower tiers in their turn. So lower tiers are
 admitted only while the wait is short (`Admission.limit_waits`): the rest of S_T is for higher ones.
@@ -32,7 +33,9 @@ from fulcrum_core.values import AdmissionMode, OverloadAction
 from fulcrum_router.policy.candidates import InstanceView
 from fulcrum_router.policy.decode_share import KV_SHARE, STEP_SHARE
 from fulcrum_router.policy.dispatch import KV_FULL
+from fulcrum_router.policy.forecast_errors import ForecastErrors
 from fulcrum_router.policy.pair_record import TransferDelay
+from fulcrum_router.policy.return_queue import ReturnQueue
 from fulcrum_router.policy.work import Work
 
 MAX_RETRY_AFTER_S = 60
@@ -109,7 +112,11 @@ class Forecast(NamedTuple):
     decode_load: float
     """KV tokens when its prompt is computed, its own included, by what objectives and KV caches allow."""
     decode_stay_s: float
-    """Time that a request spends in decode."""
+    """Mean time in decode of the requests that are found there."""
+
+    def correct(self, factor: float) -> "Forecast":
+        """Multiply the times before the first token: see `forecast_errors`."""
+        return Forecast(factor * self.ttft_s, factor * self.alone_s, self.decode_load, self.decode_stay_s)
 
 
 UNKNOWN_FORECAST = Forecast(0.0, 0.0, 0.0, 0.0)
@@ -144,7 +151,7 @@ class TierDecisions:
 class Admission:
     """The mode of one service, its tiers, and what was decided."""
 
-    __slots__ = ("counts", "max_wait_s", "mode", "tiers")
+    __slots__ = ("counts", "errors", "max_wait_s", "mode", "returns", "tiers")
 
     def __init__(self) -> None:
         self.mode = AdmissionMode.OFF
@@ -152,6 +159,8 @@ class Admission:
         """Settings of a tier by its name; other tiers have `DEFAULT_TIER_ADMISSION`."""
         self.max_wait_s: Mapping[int, float] = {}
         """By priority: longest wait with which requests are admitted; the highest has none."""
+        self.errors = ForecastErrors()
+        self.returns = ReturnQueue()
         self.counts: dict[tuple[AdmissionMode, str], TierDecisions] = {}
         """Decisions by mode and tier; in mode Advise, decisions that were counted but not carried out."""
 
@@ -202,6 +211,7 @@ def predict_admission(
     backlog_s: float,
     output_tokens: float,
     mean_output_tokens: float,
+    output_tokens_in_decode: float,
     delays: Mapping[str, TransferDelay],
     leaves_room: bool,
 ) -> Forecast:
@@ -215,36 +225,57 @@ def predict_admission(
         backlog_s: Prefill work that waits in the router and goes before it.
         output_tokens: Its predicted output.
         mean_output_tokens: Mean output of all requests.
+        output_tokens_in_decode: Mean final output of the requests in decode at one time.
         delays: Least time of a KV transfer by prefill instance.
         leaves_room: Whether its tier leaves room in decode to higher ones.
     """
-    tokens, cached = work.prompt_tokens, work.cached_tokens
-    soonest_s = least_s = least_remaining_s = math.inf
-    total_s = backlog_s
-    for instance in prefill:
-        remaining_s = instance.ledger.remaining_s(now_s)
-        delay = delays.get(instance.name)
-        own_s = instance.prefill_model.ttft_s(max(0, tokens - cached.get(instance.name, 0)))
-        if delay is not None:
-            own_s += delay[0] + delay[1] * tokens
-        total_s += remaining_s
-        soonest_s = min(soonest_s, remaining_s + own_s)
-        least_s, least_remaining_s = min(least_s, own_s), min(least_remaining_s, remaining_s)
-    if backlog_s:
-        soonest_s = least_s + max(least_remaining_s, total_s / len(prefill))
+    tokens = work.prompt_tokens
+    soonest_s, least_s = _predict_prefill(prefill, work, now_s=now_s, backlog_s=backlog_s, delays=delays)
     start_s = min((i.ledger.remaining_s(now_s) + i.decode_model.itl_s(tokens) for i in decode), default=0.0)
     step_s = min((i.decode_model.itl_s(tokens) for i in decode), default=0.0)
     waiting_tokens = backlog_s / least_s * tokens if least_s else 0.0
     load, stay_s = _predict_decode_load(
         decode,
         tpot_s=work.slo.tpot_s,
-        own_tokens=work.choices * (tokens + output_tokens),
+        own_tokens=work.context_tokens + work.choices * output_tokens,
         coming_tokens=waiting_tokens,
         mean_output_tokens=mean_output_tokens,
+        output_tokens_in_decode=output_tokens_in_decode,
         after_s=soonest_s,
         leaves_room=leaves_room,
     )
     return Forecast(now_s - work.arrival_s + soonest_s + start_s, least_s + step_s, load, stay_s)
+
+
+def _predict_prefill(
+    prefill: Sequence[InstanceView],
+    work: Work,
+    *,
+    now_s: float,
+    backlog_s: float,
+    delays: Mapping[str, TransferDelay],
+) -> tuple[float, float]:
+    """Predict the time until decode has the prompt's KV: now, and with idle instances.
+
+    Now: on the instance that dispatch would choose, by the steps of its engine.
+    """
+    tokens, cached = work.prompt_tokens, work.cached_tokens
+    soonest_s = least_s = least_remaining_s = math.inf
+    total_s, chosen, chosen_delay_s = backlog_s, prefill[0], 0.0
+    for instance in prefill:
+        remaining_s = instance.ledger.remaining_s(now_s)
+        delay = delays.get(instance.name)
+        own_s = instance.prefill_model.ttft_s(max(0, tokens - cached.get(instance.name, 0)))
+        delay_s = 0.0 if delay is None else delay[0] + delay[1] * tokens
+        own_s += delay_s
+        total_s += remaining_s
+        if remaining_s + own_s < soonest_s:
+            soonest_s, chosen, chosen_delay_s = remaining_s + own_s, instance, delay_s
+        least_s, least_remaining_s = min(least_s, own_s), min(least_remaining_s, remaining_s)
+    if backlog_s:
+        return least_s + max(least_remaining_s, total_s / len(prefill)), least_s
+    computed = max(0, tokens - cached.get(chosen.name, 0))
+    return chosen.ledger.predict_answer_s(chosen.prefill_model, computed, now_s) + chosen_delay_s, least_s
 
 
 def _predict_decode_load(
@@ -254,18 +285,19 @@ def _predict_decode_load(
     own_tokens: float,
     coming_tokens: float,
     mean_output_tokens: float,
+    output_tokens_in_decode: float,
     after_s: float,
     leaves_room: bool,
 ) -> tuple[float, float]:
-    """Predict the load of decode `after_s` from now, and for how long a request stays there."""
+    """Predict the load of decode `after_s` from now, and for how long those found there stay in all."""
     limits = [_find_limit(instance, tpot_s, leaves_room=leaves_room) for instance in decode]
     limit = math.fsum(limits)
     if not decode or not math.isfinite(limit):
         return 0.0, 0.0
     present = _limit_tokens([instance.ledger.decode_tokens for instance in decode], limits)
     step_s = math.fsum(i.decode_model.itl_s(n) for i, n in zip(decode, present, strict=True)) / len(decode)
-    stay_s = mean_output_tokens * step_s
-    stays, arrived = _predict_stay(stay_s, after_s), _predict_arrived(stay_s, after_s)
+    stay_s = output_tokens_in_decode * step_s
+    stays, arrived = _predict_stay(stay_s, after_s), _predict_arrived(mean_output_tokens * step_s, after_s)
     tokens = _limit_tokens(
         [n * stays + i.ledger.reserved_tokens * arrived for i, n in zip(decode, present, strict=True)], limits
     )
@@ -346,6 +378,11 @@ def refuse_waiting(forecast: Forecast, work: Work) -> Refusal:
     """Refuse a request that has waited in the router for too long; the forecast is for one that arrives."""
     wait_s = forecast.ttft_s - max(work.slo.ttft_s, forecast.alone_s)
     return _refuse(RefusalReason.WAITED_TOO_LONG, wait_s, "no instance was free in time")
+
+
+def delay_return(refusal: Refusal, wait_s: float) -> Refusal:
+    """Ask a refused client to come back so many seconds later."""
+    return refusal._replace(retry_after_s=math.ceil(min(refusal.retry_after_s + wait_s, MAX_RETRY_AFTER_S)))
 
 
 def refuse_over_limit(wait_s: float, *, tokens_per_minute: int) -> Refusal:

@@ -50,6 +50,10 @@ class InstanceView(Protocol):
         """Tokens that the engine's KV cache holds; None: not reported."""
 
     @property
+    def context_tokens(self) -> int | None:
+        """Longest prompt and answer together that the engine takes, in tokens; None: not reported."""
+
+    @property
     def error_share(self) -> float:
         """Recent share of failed legs, 0 to 1."""
 

@@ -23,11 +23,12 @@ class OutputLengths:
     A prompt length without any answers yet gets the mean over all.
     """
 
-    __slots__ = ("_all", "_by_key", "_served")
+    __slots__ = ("_all", "_by_key", "_served", "_served_squares")
 
     def __init__(self) -> None:
         self._all = (0, DEFAULT_OUTPUT_TOKENS)
         self._served = (0, DEFAULT_OUTPUT_TOKENS)
+        self._served_squares = (0, DEFAULT_OUTPUT_TOKENS**2)
         self._by_key: OrderedDict[tuple[str, int], tuple[int, float]] = OrderedDict()
 
     @property
@@ -35,9 +36,20 @@ class OutputLengths:
         """Mean over all answers, also those that admission cut short."""
         return self._served[1]
 
+    @property
+    def mean_in_decode(self) -> float:
+        """Mean final length of the answers in decode at one time: Σo² / Σo over all answers of o tokens.
+
+        An answer is in decode for a time in proportion to its length, so that long ones are found there more
+        often than they are sent.
+        """
+        mean = self._served[1]
+        return self._served_squares[1] / mean if mean else 0.0
+
     def record_served(self, output_tokens: int) -> None:
-        """Count an answer in `mean_served`."""
+        """Count an answer in `mean_served` and `mean_in_decode`."""
         self._served = _update(self._served, output_tokens)
+        self._served_squares = _update(self._served_squares, output_tokens**2)
 
     def predict(self, tenant: str, prompt_tokens: int) -> float:
         """Predict the output tokens of a request."""

@@ -8,8 +8,7 @@ NaN, infinite and negative samples are ignored.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_router.policy.least_squares import solve_not_negative
@@ -22,102 +21,6 @@ DEFAULT_DECODE = DecodeModel(intercept=0.01, slope=5e-7)
 """Prior without a profile: 10 ms a step, and 20 ms more with 40,000 tokens in the batch."""
 TYPICAL_REQUEST_TOKENS = 1_000
 """Tokens per request for which a profile's step model is converted to a decode model."""
-
-
-def measure_prompt(request: Mapping[str, Any]) -> tuple[int, int]:
-    """Measure the prompt of a parsed request: UTF-8 bytes of its texts, and number of its token ids.
-
-    A prompt that the engine truncates counts as so many token ids.
-    """
-    prompt = request.get("prompt")
-    if prompt is None:
-        size, ids = _measure_messages(request.get("messages")), 0
-    else:
-        size, ids = _measure_prompt_field(prompt)
-    limit = request.get("truncate_prompt_tokens")
-    if type(limit) is int and 0 <= limit < size + ids:
-        return 0, limit
-    return size, ids
-
-
-def measure_conversation(request: Mapping[str, Any]) -> int:
-    """Measure the texts of a request to `/v1/responses` or `/v1/messages`, in UTF-8 bytes."""
-    texts = sum(_measure_content(request.get(name)) for name in ("instructions", "system"))
-    given = request.get("input")
-    if not isinstance(given, list):
-        return texts + _measure_content(given) + _measure_messages(request.get("messages"))
-    return texts + _measure_messages(given)
-
-
-_UNMEASURED_FIELDS = frozenset(
-    {
-        *("tools", "functions", "documents", "chat_template", "chat_template_kwargs"),
-        *("mm_processor_kwargs", "media_io_kwargs", "prompt_embeds", "suffix"),
-    }
-)
-"""Fields that add tokens to a prompt besides its text."""
-
-
-MIN_MESSAGE_BYTES = 32
-"""Mean text of a chat's messages below which most tokens are those of the chat template."""
-
-
-def has_only_text(request: Mapping[str, Any], *, prompt_bytes: int) -> bool:
-    """Whether the measured texts are nearly all that the engine's count of the prompt's tokens comes from.
-
-    Only such prompts teach the tokens per byte; others would let one client bend the estimates of all.
-    """
-    if not _UNMEASURED_FIELDS.isdisjoint(request):
-        return False
-    messages = request.get("messages")
-    if type(messages) is not list:
-        return True
-    return prompt_bytes >= MIN_MESSAGE_BYTES * len(messages) and all(map(_is_text_message, messages))
-
-
-def _is_text_message(message: object) -> bool:
-    if type(message) is not dict or "tool_calls" in message:
-        return False
-    content = message.get("content")
-    if type(content) is str:
-        return True
-    return type(content) is list and all(
-        type(part) is dict and part.get("type") == "text" for part in content
-    )
-
-
-def _measure_prompt_field(prompt: object) -> tuple[int, int]:
-    if isinstance(prompt, str):
-        return _count_utf8_bytes(prompt), 0
-    if not isinstance(prompt, list):
-        return 0, 0
-    if all(isinstance(item, int) for item in prompt[:1]):
-        return 0, len(prompt)
-    size = sum(_count_utf8_bytes(item) for item in prompt if isinstance(item, str))
-    return size, sum(len(item) for item in prompt if isinstance(item, list))
-
-
-def _measure_messages(messages: object) -> int:
-    if not isinstance(messages, list):
-        return 0
-    total = 0
-    for message in messages:
-        if isinstance(message, dict):
-            total += _measure_content(message.get("content"))
-    return total
-
-
-def _measure_content(content: object) -> int:
-    if isinstance(content, str):
-        return _count_utf8_bytes(content)
-    if not isinstance(content, list):
-        return 0
-    texts = (part.get("text") for part in content if isinstance(part, dict))
-    return sum(_count_utf8_bytes(text) for text in texts if isinstance(text, str))
-
-
-def _count_utf8_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
 class TokensPerByte:

@@ -14,6 +14,7 @@ class LearningInstance:
 
     __slots__ = (
         "_decode_predictor",
+        "_deflections",
         "_prefill_predictor",
         "_prefill_sampler",
         "decode_model",
@@ -23,6 +24,8 @@ class LearningInstance:
 
     def __init__(self, prefill: PrefillModel, decode: DecodeModel) -> None:
         self.ledger = Ledger()
+        self._deflections = 0
+        """Prompts that were deflected here until the last probe."""
         self._prefill_sampler = PrefillSampler()
         self._prefill_predictor, self._decode_predictor = PrefillPredictor(prefill), DecodePredictor(decode)
         self.prefill_model, self.decode_model = prefill, decode
@@ -59,15 +62,28 @@ class LearningInstance:
     def measure_batch(self, *, kv_usage: float | None, kv_capacity_tokens: int | None) -> int:
         """Count the KV tokens of the requests that decode now; 0: not known, since prompts are computed, too.
 
+        Called once for each probe. A prompt that was deflected here since the last one made steps longer.
+
         The ledger also has the requests that wait in the engine for room. The batch has no more tokens than
         the KV cache: otherwise an instance with a long queue would seem to be fast, and get a longer one.
         """
-        ledger = self.ledger
-        if ledger.prefill_tokens:
+        ledger, deflections_before = self.ledger, self._deflections
+        self._deflections = ledger.deflections
+        if ledger.prefill_tokens or ledger.deflections != deflections_before:
             return 0
         if kv_usage is None or kv_capacity_tokens is None:
             return ledger.decode_tokens
         return min(ledger.decode_tokens, round(kv_usage * kv_capacity_tokens))
+
+    def discount_deflected(self, itl_s: float | None, *, since_s: float) -> float | None:
+        """Return the inter-token latency of decode alone, of one that was measured from `since_s` on.
+
+        Deflected prompts make tokens late, and are no decode load: they come when decode has time to spare.
+        If decode had to catch up, the latency counts as what is predicted for the batch, if that is less.
+        """
+        if itl_s is None or self.ledger.caught_up_at_s <= since_s:
+            return itl_s
+        return min(itl_s, self.decode_model.itl_s(self.ledger.decode_tokens))
 
     def learn_decode(self, *, tokens: int, itl_s: float) -> None:
         """Learn from a mean step time with `tokens` KV tokens in the batch."""

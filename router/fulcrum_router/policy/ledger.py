@@ -7,8 +7,12 @@ Prefill work shrinks while it is computed. An engine computes prompts in the ord
 oldest one shrinks. Times are seconds of the caller's monotonic clock.
 """
 
+import math
 from collections import OrderedDict
 from typing import Protocol
+
+from fulcrum_core.latency import PrefillModel
+from fulcrum_router.policy.prefill_steps import PrefillSteps
 
 
 class LedgerView(Protocol):
@@ -21,6 +25,9 @@ class LedgerView(Protocol):
 
     def remaining_s(self, now_s: float) -> float:
         """Predict the time in seconds until the prefill work in flight is done."""
+
+    def predict_answer_s(self, model: PrefillModel, tokens: int, now_s: float) -> float:
+        """Predict the time in seconds until a prompt of `tokens` that is sent now is answered."""
 
     @property
     def prefill_tokens(self) -> int:
@@ -38,16 +45,25 @@ class LedgerView(Protocol):
     def reserved_tokens(self) -> int:
         """KV tokens of prompts that are computed elsewhere and will be decoded here."""
 
+    @property
+    def caught_up_at_s(self) -> float:
+        """When the decodes have caught up with their objective after all deflected prompts."""
+
 
 class Ledger:
     """Work in flight on one instance: see `LedgerView`."""
 
     __slots__ = (
+        "_next_number",
         "_oldest",
         "_oldest_since_s",
+        "_prefill_squares",
         "_prefills",
+        "_steps",
+        "caught_up_at_s",
         "decode_legs",
         "decode_tokens",
+        "deflections",
         "local_prefills",
         "pending_transfers",
         "prefill_legs",
@@ -61,6 +77,10 @@ class Ledger:
         self.prefill_tokens = 0
         self.prefill_legs = 0
         self.local_prefills = 0
+        self.deflections = 0
+        """Prompts that were deflected to the instance so far."""
+        self.caught_up_at_s = -math.inf
+        """When the decodes have caught up with their objective after all deflected prompts."""
         self.decode_tokens = 0
         self.decode_legs = 0
         self.pending_transfers = 0
@@ -71,6 +91,8 @@ class Ledger:
         """First of `_prefills`, which dispatch reads for every request."""
         self._oldest_since_s = 0.0
         """Time since which the oldest prefill is computed."""
+        self._steps = PrefillSteps()
+        self._prefill_squares = self._next_number = 0
 
     def remaining_s(self, now_s: float) -> float:
         """Predict the time in seconds until the prefill work in flight is done.
@@ -90,6 +112,17 @@ class Ledger:
         waiting_s = self.prefill_queued_s - predicted_s
         return left_s + waiting_s if waiting_s > 0.0 else left_s
 
+    def predict_answer_s(self, model: PrefillModel, tokens: int, now_s: float) -> float:
+        """Predict the time in seconds until a prompt of `tokens` that is sent now is answered.
+
+        Other prompts arrive meanwhile, and share the steps of the engine: see `prefill_steps`.
+        """
+        if self._oldest is None or not self._steps.size:
+            return self.remaining_s(now_s) + model.ttft_s(tokens)
+        return self._steps.predict_answer_s(
+            model, tokens=tokens, in_flight=self.prefill_tokens, squares=self._prefill_squares, now_s=now_s
+        )
+
     @property
     def legs(self) -> int:
         """All legs in flight. A local prefill is part of its decode leg and not counted again."""
@@ -105,10 +138,18 @@ class Ledger:
         self.local_prefills += 1
         return self._add(PrefillEntry(self, tokens, predicted_s, local=True), now_s)
 
+    def deflect(self, *, recovery_s: float, now_s: float) -> None:
+        """Note that a prompt is deflected here; decode needs `recovery_s` to catch up with its objective."""
+        self.deflections += 1
+        self.caught_up_at_s = max(now_s, self.caught_up_at_s) + recovery_s
+
     def _add(self, entry: "PrefillEntry", now_s: float) -> "PrefillEntry":
+        entry.number, self._next_number = self._next_number, self._next_number + 1
         if self._oldest is None:
             self._oldest, self._oldest_since_s = entry, now_s
+            self._steps.begin(entry.number, entry.tokens, now_s)
         self._prefills[entry] = None
+        self._prefill_squares += entry.tokens**2
         self.prefill_queued_s += entry.predicted_s
         self.prefill_tokens += entry.tokens
         return entry
@@ -120,6 +161,16 @@ class Ledger:
             oldest_for_s = now_s - self._oldest_since_s
             self._oldest, self._oldest_since_s = next(iter(prefills), None), now_s  # the next one starts now
         self.prefill_tokens -= entry.tokens
+        self._prefill_squares -= entry.tokens**2
+        if oldest_for_s is not None:
+            self._steps.answer(
+                entry.number,
+                entry.tokens,
+                now_s,
+                newest=self._next_number - 1,
+                left_tokens=self.prefill_tokens,
+                next_tokens=0 if self._oldest is None else self._oldest.tokens,
+            )
         # Adding and subtracting floats leaves a rounding error: reset the sum when nothing is in flight.
         self.prefill_queued_s = max(0.0, self.prefill_queued_s - entry.predicted_s) if prefills else 0.0
         return oldest_for_s
@@ -140,7 +191,7 @@ class Ledger:
 class PrefillEntry:
     """One prompt to be computed on the instance."""
 
-    __slots__ = ("_ledger", "_local", "predicted_s", "tokens")
+    __slots__ = ("_ledger", "_local", "number", "predicted_s", "tokens")
 
     def __init__(self, ledger: Ledger, tokens: int, predicted_s: float, *, local: bool) -> None:
         self._ledger: Ledger | None = ledger
@@ -148,6 +199,8 @@ class PrefillEntry:
         self.tokens = tokens
         self.predicted_s = predicted_s
         """Predicted time to compute the prompt alone."""
+        self.number = 0
+        """Of the ledger's prompts, in the order of arrival."""
 
     def release(self, now_s: float) -> float | None:
         """Take the entry out of the ledger, and return for how long the prompt was the oldest one.

@@ -1,9 +1,9 @@
 """Rate limits: the tokens that each tenant of a tier may use in a minute, prompt and output.
 
 Each tenant has a bucket that holds as many tokens as a minute allows, and is filled evenly. A request takes
-its prompt and its predicted output when it arrives, and gives back or takes more when it ends. A request that
-is larger than the bucket passes when the bucket is full, and the tenant then waits for longer: otherwise no
-limit would let it pass.
+its prompt and its expected output when it arrives, and gives back or takes more when it ends: see
+`token_account`. A request that is larger than the bucket passes when the bucket is full, and the tenant then
+waits for longer: otherwise no limit would let it pass.
 
 Requests without a tenant share one bucket. A bucket that is forgotten is full again: tenants are only limited
 if they cannot choose their own names (`spec.router.auth`).

@@ -14,7 +14,7 @@ fraction of the KV cache free (`decode_share`).
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from fulcrum_router.policy.candidates import V
 
@@ -61,16 +61,17 @@ class TierReserve:
         if not self._computing[instance]:
             del self._computing[instance]
 
+    def list_fractions(self, now_s: float) -> Iterator[tuple[str, float, float]]:
+        """Yield each tier with a reserve, the fraction that is kept for it now, and the one that it lends."""
+        for tier, fraction in self._fractions.items():
+            kept = fraction if self._last_arrival_s.get(tier, -math.inf) >= now_s - IDLE_S else 0.0
+            yield tier, kept, fraction - kept
+
     def find_kept_fraction(self, tier: str, now_s: float) -> float:
         """The fraction that other tiers than this one have reserved and do not lend now."""
         if not self._fractions:
             return 0.0
-        since_s = now_s - IDLE_S
-        return math.fsum(
-            fraction
-            for other, fraction in self._fractions.items()
-            if other != tier and self._last_arrival_s.get(other, -math.inf) >= since_s
-        )
+        return math.fsum(kept for other, kept, _ in self.list_fractions(now_s) if other != tier)
 
     def list_kept(self, instances: Sequence[V], tier: str, *, tokens: int, now_s: float) -> tuple[str, ...]:
         """Names of the prefill instances that a prompt of a tier must leave to others, of all of them."""

@@ -1,9 +1,9 @@
 """Fairness between tenants: a virtual token counter for each (VTC).
 
 After Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): the tenant with the least counter
-is served next, and its counter grows by the weighted tokens of its request. A tenant that begins to wait is
-lifted to the least counter of those who wait: nobody saves up service by sending nothing. Of an empty queue
-it is lifted to the counter of the tenant that left last.
+is served next, and its counter grows by the weighted tokens of its request. When a tenant begins to wait, its
+counter is raised to the least counter of the waiting tenants: nobody saves up service by sending nothing. If
+no other tenant waits, the counter is raised to that of the tenant served last.
 
 Output tokens are charged as predicted when a request leaves, and corrected as they appear. While two tenants
 wait all the time, their counters differ by the largest charge at most, and by the corrections of requests in
@@ -36,8 +36,11 @@ class TokenCounters:
     def __getitem__(self, tenant: str) -> float:
         return self._counters.get(tenant, 0.0)
 
-    def lift(self, tenant: str, least_waiting: float | None) -> None:
-        """A tenant begins to wait; `least_waiting`: least counter of those that wait, None without one."""
+    def raise_to_waiting(self, tenant: str, least_waiting: float | None) -> None:
+        """Raise the counter of a tenant that begins to wait.
+
+        `least_waiting`: the least counter of the waiting tenants; None if no other tenant waits.
+        """
         floor = self._last if least_waiting is None else least_waiting
         self._counters[tenant] = max(self[tenant], floor)
 

@@ -11,17 +11,17 @@ which may leave, is decided by their journeys (`Waiter.try_to_leave`).
 
 import heapq
 import math
+from collections.abc import Hashable
 
-from fulcrum_router.policy.ledger import DecodeEntry
+from fulcrum_router.policy.leaving_round import LeavingRound
+from fulcrum_router.policy.token_account import TokenAccount, Tokens
 from fulcrum_router.policy.token_counters import INPUT_WEIGHT, OUTPUT_WEIGHT, TokenCounters
 from fulcrum_router.policy.waiting_lines import (
     LATE_EVERY,
     LeaveResult,
     Level,
-    Line,
     Waiter,
     WaitingRequest,
-    choose_level,
 )
 
 __all__ = ["LATE_EVERY", "MAX_REQUESTS", "Charge", "LeaveResult", "Waiter", "WaitingRoom"]
@@ -29,8 +29,14 @@ __all__ = ["LATE_EVERY", "MAX_REQUESTS", "Charge", "LeaveResult", "Waiter", "Wai
 MAX_REQUESTS = 10_000
 """Requests that wait at most; the next one is refused. Their bodies count in `http1.limits`."""
 
-MAX_HELD_LINES = 16
-"""Tenants of one level that are held before its others are not asked: asking 10,000 would stop the router."""
+MAX_EXCLUSIONS = 16
+"""Different exclusions of the requests that wait; more share one, and are blocked together with its first."""
+MAX_GIVE_UPS = 200
+"""Requests that one tick refuses at most, for the same reason; ten ticks a second."""
+_GONE_MAX = 64
+"""Requests that have left and are still in the heap of `_give_ups`, besides as many as those that wait."""
+
+_SHARED_EXCLUSION = "shared"
 
 _LEFT, _LATE = LeaveResult.LEFT, LeaveResult.LATE
 _HELD, _RESERVED = LeaveResult.HELD, LeaveResult.RESERVED
@@ -42,6 +48,7 @@ class WaitingRoom:
     __slots__ = (
         "_again",
         "_departed_s",
+        "_exclusions",
         "_give_ups",
         "_is_busy",
         "_levels",
@@ -65,6 +72,8 @@ class WaitingRoom:
         """Prefill work of all requests that have left for an instance, in seconds."""
         self._give_ups: list[tuple[float, int, WaitingRequest]] = []
         """When requests give up, by time. May hold requests that have left."""
+        self._exclusions: dict[Hashable, int] = {}
+        """How many of the requests that wait have each exclusion."""
         self.members: dict[Waiter, WaitingRequest] = {}
         self.open_charges: dict[Charge, None] = {}
         """Charges of the requests in flight."""
@@ -140,16 +149,26 @@ class WaitingRoom:
         number, self._next_number = self._next_number, self._next_number + 1
         level = self._find_level(waiter.priority)
         level.ttft_s = waiter.deadline_s - waiter.arrival_s
-        line = level.open_line(waiter.tenant, departed_s=self._departed_s, work_s=work_s)
-        request = self.members[waiter] = WaitingRequest(waiter, level, line, number, prefill_s, work_s)
-        line.count += 1
-        line.push(request)
+        line = level.open_line(waiter.tenant, waiter.tier, departed_s=self._departed_s, work_s=work_s)
+        exclusion = self._count_exclusion(waiter.exclusion)
+        request = WaitingRequest(waiter, level, line, number, prefill_s, work_s, exclusion)
+        self.members[waiter] = request
+        level.add(request)
         self.prefill_s += prefill_s
         level.add_in_time(line, prefill_s)
         level.prefill_s += prefill_s
         if give_up_at_s < math.inf:
             heapq.heappush(self._give_ups, (give_up_at_s, number, request))
         return True
+
+    def _count_exclusion(self, exclusion: Hashable) -> Hashable:
+        """Count the exclusion of a request that joins; the exclusion by which the request is ordered."""
+        counts = self._exclusions
+        if exclusion is not None:
+            if exclusion not in counts and len(counts) >= MAX_EXCLUSIONS:
+                exclusion = _SHARED_EXCLUSION
+            counts[exclusion] = counts.get(exclusion, 0) + 1
+        return exclusion
 
     def leave(self, waiter: Waiter) -> None:
         """Take a request out: it was dispatched, or its client disconnected."""
@@ -163,11 +182,14 @@ class WaitingRoom:
         if request.in_time:
             level.add_in_time(line, -request.prefill_s)
         level.prefill_s -= request.prefill_s
-        line.count -= 1
-        if not line.count:
-            level.close_line(line)
-        if not self.members:
-            self._give_ups.clear()
+        level.remove(request)
+        if request.exclusion is not None:
+            self._exclusions[request.exclusion] -= 1
+            if not self._exclusions[request.exclusion]:
+                del self._exclusions[request.exclusion]
+        if len(self._give_ups) > 2 * len(self.members) + _GONE_MAX:
+            self._give_ups = [entry for entry in self._give_ups if not entry[2].gone]
+            heapq.heapify(self._give_ups)
 
     def tick(self, now_s: float) -> None:
         """Charge the output that has appeared, and let requests leave. Called about ten times a second."""
@@ -178,10 +200,11 @@ class WaitingRoom:
             self.reconsider(now_s)
 
     def _let_give_up(self, now_s: float) -> None:
-        give_ups = self._give_ups
-        while give_ups and (give_ups[0][2].gone or give_ups[0][0] <= now_s):
-            request = heapq.heappop(give_ups)[2]
+        left = MAX_GIVE_UPS
+        while left and self._give_ups and (self._give_ups[0][2].gone or self._give_ups[0][0] <= now_s):
+            request = heapq.heappop(self._give_ups)[2]
             if not request.gone:
+                left -= 1
                 request.waiter.give_up(now_s)
 
     def reconsider(self, now_s: float) -> None:
@@ -203,71 +226,48 @@ class WaitingRoom:
         finally:
             self._is_busy = False
 
-    def charge(self, *, priority: int, tenant: str, prompt_tokens: int, output_tokens: float) -> "Charge":
-        """Charge a tenant for a request that goes to an instance, with the output that is predicted."""
-        level = self._find_level(priority)
-        level.serve(tenant, INPUT_WEIGHT * prompt_tokens + OUTPUT_WEIGHT * output_tokens)
-        charge = Charge(level, tenant, output_tokens)
+    def charge(self, account: TokenAccount, *, priority: int, tenant: str) -> "Charge":
+        """Charge a tenant for a request that goes to an instance, with the output that is expected."""
+        charge = Charge(self._find_level(priority), tenant, account)
         self.open_charges[charge] = None
         return charge
 
-    def close_charge(self, charge: "Charge") -> None:
-        """The request of a charge has ended."""
+    def close_charge(self, charge: "Charge", used: Tokens) -> None:
+        """The request of a charge has ended, and has used so many tokens."""
         self.open_charges.pop(charge, None)
-        charge.settle()
+        charge.settle(used)
 
     def _let_leave(self, now_s: float) -> None:
-        passed: list[WaitingRequest] = []
-        set_aside: list[tuple[Level, Line]] = []
-        held_lines: dict[Level, int] = {}
-        held_before: dict[Level, dict[Line, None]] = {}
-        """Of the levels that were asked."""
-        full: list[Level] = []
-        """Levels with so many held lines that no more of them are asked."""
-        while True:
-            level = choose_level(self._levels_in_order, self._departed_s, full)
-            line = None if level is None else level.find_first()
-            if level is None or line is None:
-                break
-            heap = line.choose_heap()
-            if not heap:
-                level.set_aside(line)
-                set_aside.append((level, line))
-                continue
-            if level not in held_before:
-                held_before[level], level.held = level.held, {}
-            request = heap[0][2]
-            held_for_long = level.is_held_for_long(line, now_s)
-            late = not request.in_time
-            result = request.waiter.try_to_leave(now_s, late=late, held_for_long=held_for_long)
-            if result is _LEFT:
-                self._record_departure(request)
-                if held_for_long:
-                    level.passed_hold_s = now_s
-            elif result is _LATE:
-                self._move_to_late(request)
-            elif result is _HELD or result is _RESERVED:
-                if result is _HELD:
-                    line.hold(now_s)
-                    if not late:
-                        level.held[line] = None
-                level.set_aside(line)
-                set_aside.append((level, line))
-                held_lines[level] = held_lines.get(level, 0) + 1
-                if held_lines[level] == MAX_HELD_LINES:
-                    level.hold_further(held_before[level])
-                    full.append(level)
-            elif request.waiter.excludes_instances:
-                heapq.heappop(heap)
-                passed.append(request)
-            else:
-                break
-        for request in passed:
-            if not request.gone:
-                request.line.push(request)
-        for level, line in set_aside:
-            if level.lines.get(line.tenant) is line:
-                level.enqueue(line.tenant)
+        leaving = LeavingRound()
+        try:
+            while (request := leaving.choose(self._levels_in_order, self._departed_s)) is not None:
+                if not self._ask(request, leaving, now_s):
+                    return
+        finally:
+            leaving.end()
+
+    def _ask(self, request: WaitingRequest, leaving: LeavingRound, now_s: float) -> bool:
+        """Ask a request to leave; False: no other can leave either."""
+        level, line, late = request.level, request.line, not request.in_time
+        held_for_long = level.is_held_for_long(line, now_s)
+        result = request.waiter.try_to_leave(now_s, late=late, held_for_long=held_for_long)
+        if result is _LEFT:
+            self._record_departure(request)
+            if held_for_long:
+                level.passed_hold_s = now_s
+        elif result is _LATE:
+            self._move_to_late(request)
+        elif result is _HELD or result is _RESERVED:
+            if result is _HELD:
+                line.hold(now_s)
+                if not late:
+                    level.held[line] = None
+            leaving.set_aside(level, line)
+        elif request.exclusion is None:
+            return False
+        else:
+            leaving.block(request.exclusion)
+        return True
 
     def _record_departure(self, request: WaitingRequest) -> None:
         if request.work_s < math.inf:
@@ -276,9 +276,8 @@ class WaitingRoom:
         request.level.record_departure(self._departed_s, request.work_s)
 
     def _move_to_late(self, request: WaitingRequest) -> None:
-        request.in_time = False  # its entry among those in time is dropped by that
+        request.line.move_to_late(request)
         request.level.add_in_time(request.line, -request.prefill_s)
-        request.line.push(request)
 
     def _make_room(self, newcomer: Waiter) -> bool:
         """Have a request of the lowest level give way: one of the tenant that has most of them there.
@@ -305,39 +304,25 @@ class WaitingRoom:
 
 
 class Charge:
-    """The output tokens that a tenant was charged for one request, corrected as they appear."""
+    """What the counter of a tenant was charged for one request, corrected as tokens are counted."""
 
-    __slots__ = ("_charged", "_entry", "_level", "_output", "_tenant")
+    __slots__ = ("_account", "_charged", "_level", "_tenant")
 
-    def __init__(self, level: Level, tenant: str, output_tokens: float) -> None:
-        self._level, self._tenant = level, tenant
-        self._charged = output_tokens
-        self._output = 0
-        """Output tokens of decode legs that have ended."""
-        self._entry: DecodeEntry | None = None
-
-    def follow(self, entry: DecodeEntry) -> None:
-        """Count the output of a decode leg from now on."""
-        self._entry = entry
-
-    def stop(self) -> None:
-        """The decode leg has ended; another one may continue the response."""
-        if self._entry is not None:
-            self._output += self._entry.output_tokens
-            self._entry = None
+    def __init__(self, level: Level, tenant: str, account: TokenAccount) -> None:
+        self._level, self._tenant, self._account = level, tenant, account
+        self._charged = account.weigh_due(INPUT_WEIGHT, OUTPUT_WEIGHT)
+        level.serve(tenant, self._charged)
 
     def update(self) -> None:
-        """Charge output beyond the prediction."""
-        output = self._output + (0 if self._entry is None else self._entry.output_tokens)
-        if output > self._charged:
-            self._correct(output)
+        """Charge output beyond the expectation, and the prompt as an engine counted it."""
+        due = self._account.weigh_due(INPUT_WEIGHT, OUTPUT_WEIGHT)
+        if due != self._charged:
+            self._correct(due)
 
-    def settle(self) -> None:
-        """Charge all output, and give back what was predicted and did not appear."""
-        self.stop()
-        if self._output != self._charged:
-            self._correct(self._output)
+    def settle(self, used: Tokens) -> None:
+        """Charge so many tokens in all: more than before, or less."""
+        self._correct(INPUT_WEIGHT * used.prompt + OUTPUT_WEIGHT * used.output)
 
-    def _correct(self, output: int) -> None:
-        change, self._charged = output - self._charged, float(output)
-        self._level.correct(self._tenant, OUTPUT_WEIGHT * change)
+    def _correct(self, charged: float) -> None:
+        change, self._charged = charged - self._charged, charged
+        self._level.correct(self._tenant, change)

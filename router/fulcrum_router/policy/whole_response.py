@@ -6,8 +6,6 @@ engine's count of computed tokens grows (`observe.engines` reads it), up to a li
 
 SECONDS_PER_TOKEN = 0.5
 """Time allowed for each output token: several times as long as a slow engine takes."""
-ASSUMED_CONTEXT_TOKENS = 131_072
-"""Assumed longest context, for a request that leaves the number of output tokens to the engine."""
 
 
 def compute_max_response_s(*, first_byte_timeout_s: float, max_output_tokens: int) -> float:

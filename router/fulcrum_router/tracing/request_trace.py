@@ -4,6 +4,8 @@
                      ├─ fulcrum.prefill   a leg; the engine's own spans are its children
                      └─ fulcrum.decode    a leg ─── fulcrum.kv_transfer (as `latency_parts` estimates it)
 
+The leg of a request that is passed through is `fulcrum.pass_through`.
+
 Spans hold names, counts and times, and nothing that a client wrote.
 """
 
@@ -125,7 +127,7 @@ class RequestTrace:
         *,
         arrival_s: float,
         first_leg_s: float,
-        parts: Sequence[float],
+        parts: Sequence[float] | None,
         attributes: Mapping[str, AttributeValue],
         error: str = "",
     ) -> None:
@@ -135,7 +137,7 @@ class RequestTrace:
             now_s: When the request ended.
             arrival_s: When it arrived.
             first_leg_s: When its first leg was sent; 0: none was.
-            parts: Its seconds in the order of `PARTS`.
+            parts: Its seconds in the order of `PARTS`; None: they are not known.
             attributes: Attributes of the request's span.
             error: How it failed; empty: it did not.
         """
@@ -146,8 +148,10 @@ class RequestTrace:
                 "fulcrum.waiting", self._make_id(), arrival_s, waited_until_s, SpanKind.INTERNAL, {}
             )
         )
-        self._add_transfer(parts[_TRANSFER])
-        in_parts = {f"fulcrum.part.{part}_s": seconds for part, seconds in zip(PARTS, parts, strict=True)}
+        in_parts: dict[str, AttributeValue] = {}
+        if parts is not None:
+            self._add_transfer(parts[_TRANSFER])
+            in_parts = {f"fulcrum.part.{part}_s": value for part, value in zip(PARTS, parts, strict=True)}
         parent = self._parent
         self._spans.append(
             Span(

@@ -11,6 +11,7 @@ from fulcrum_router.http1.bodies import (
     RESERVED_FIELDS,
     build_decode_body,
     build_prefill_body,
+    is_stream_without_usage,
     parse_prefill_response,
     parse_request_body,
 )
@@ -26,6 +27,7 @@ CLIENT_BODIES = [
     b'{"model":"m","prompt":"hello","max_tokens":3}',
     b'{"messages":[{"role":"user","content":[{"type":"text","text":"hi \\u00e9"}]}],"stream":true}',
     b'{"prompt":[1,2,3],"stream":true,"stream_options":{"include_usage":false}}',
+    b'{"prompt":"a","stream":true,"stream_options":"a"}',  # asks for no usage, and gets the engine's 400
     b'{"prompt":["a","b"],"n":2}',
     b'{"prompt":"a","vllm_xargs":{"kv_transfer_params":"x","mine":1}}',
     b'{"prompt":"a","kv_transfer_params":{"remote_host":"evil"},"request_id":"x","priority":9}',
@@ -88,7 +90,7 @@ def test_both_legs_get_the_client_s_request_and_the_router_s_parameters(run_fuzz
         prefill = json.loads(build_prefill_body(request))
         assert (prefill["max_tokens"], prefill["stream"]) == (1, False)
         assert prefill["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
-        with_usage = build_decode_body(request, PARAMS, include_usage=allowed.get("stream") is True)
+        with_usage = build_decode_body(request, PARAMS, include_usage=is_stream_without_usage(request))
         assert RESERVED_EXTRA_ARGS.isdisjoint(list_extra_args(parse_as_vllm(with_usage)))
         if not has_large_integers(allowed):
             assert json.loads(plain) == allowed

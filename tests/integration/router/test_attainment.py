@@ -138,7 +138,7 @@ async def test_output_lengths_are_learned_from_the_usage(
     client: aiohttp.ClientSession, script: Script, fields: dict[str, Any], learned: float
 ) -> None:
     async with run_router(FakeEngine("p1"), FakeEngine("d1", decode=script)) as world:
-        async with client.post(world.url(), json=PROMPT | fields) as response:
+        async with client.post(world.url(), json=PROMPT | {"max_tokens": 200} | fields) as response:
             await response.read()
         await wait_until(world.ledgers_are_empty, "the request has ended")
         assert world.router.journeys.demand.lengths.predict("another", 1) == learned

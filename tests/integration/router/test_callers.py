@@ -74,6 +74,9 @@ async def test_a_request_needs_a_valid_key_and_gets_its_tenants_tier(tmp_path: P
         )
         assert {n: t.offered for n, t in world.router.counters.tiers.items()} == {"premium": 1}
         assert [len(e.requests) for e in world.engines.values()] == [1, 1]
+        await wait_until(world.ledgers_are_empty, "the request has ended")
+        counted = world.router.counters.tenants.list_counts(0.0)
+        assert [(tenant, result) for tenant, result, count in counted if count] == [("acme", "met")]
 
 
 async def test_engines_never_see_a_key(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from fulcrum_router.control.metrics import build_registry
 from fulcrum_router.control.metrics_port import make_metrics_app
+from fulcrum_router.control.requests_page import RequestsPage
 from fulcrum_router.data_path import downstream as client_module
 from fulcrum_router.http1 import requests as request_module
 from fulcrum_router.http1.limits import UNFINISHED_SHARE, estimate_parsed_bytes
@@ -326,7 +327,7 @@ async def test_the_router_is_known_to_be_alive_while_clients_use_all_connections
         _, writer = await asyncio.open_connection("127.0.0.1", world.port)
         await wait_until(lambda: len(world.server.clients.connections) == 1, "the first is connected")
         assert (await read_until_closed(world, build_get("/health"))).startswith(b"HTTP/1.1 503")
-        app = make_metrics_app(build_registry(world.router))
+        app = make_metrics_app(build_registry(world.router), RequestsPage(world.router))
         async with TestClient(TestServer(app)) as kubelet:
             assert (await kubelet.get("/health")).status == 200
         writer.close()

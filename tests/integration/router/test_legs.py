@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -333,6 +334,25 @@ async def test_a_request_that_one_kv_transfer_cannot_serve_is_prefilled_locally(
         assert (status, fulcrum_headers["x-fulcrum-local-prefill"], world["p1"].requests) == (200, reason, [])
         assert world.router.counters.unexpected_local_prefills == 0, "expected, not a failure"
         assert not world.router.pairs.pairs, "a client cannot make a pair look broken"
+
+
+async def test_a_decode_engine_computes_a_prompt_that_prefill_would_make_late(
+    client: aiohttp.ClientSession,
+) -> None:
+    async with run_router(*build_four_engines()) as world:
+        world.router.journeys.deflects = True
+        for name in ("p1", "p2"):
+            ledger = world.router.fleet[name].ledger
+            ledger.add_prefill(tokens=1, predicted_s=10 * DEADLINE_S, now_s=time.monotonic())
+        status, text, fulcrum_headers = await request_completion(client, world)
+        prompts_of_prefill = [len(world[name].requests) for name in ("p1", "p2")]
+        assert (status, text, fulcrum_headers, prompts_of_prefill) == (
+            200,
+            "own own own ",
+            {"x-fulcrum-decode": "d1", "x-fulcrum-local-prefill": "deflected"},
+            [0, 0],
+        )
+        assert world.router.counters.unexpected_local_prefills == 0, "expected, not a failure"
 
 
 @pytest.mark.parametrize(

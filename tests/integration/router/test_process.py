@@ -250,3 +250,25 @@ def test_bad_arguments_are_one_line_and_exit_code_2() -> None:
     with router_process("--port", "many") as process:
         out, err = process.communicate(timeout=DEADLINE_S)
     assert (process.returncode, out, err.count("\n"), err.startswith("error: ")) == (2, "", 1, True)
+
+
+STOP_AT_FIRST_IMPORT = """
+import os, runpy, signal, sys
+
+class Stop:
+    def find_spec(self, name, path=None, target=None):
+        if name == "fulcrum_router.server":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+sys.meta_path.insert(0, Stop())
+sys.argv = ["fulcrum_router", "--static", "decode=127.0.0.1:9"]
+runpy.run_module("fulcrum_router", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_router_that_is_stopped_while_it_starts_ends() -> None:
+    """Pid 1 of a container ignores a signal without a handler: the router would start, and become active."""
+    done = subprocess.run(
+        [sys.executable, "-c", STOP_AT_FIRST_IMPORT], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "")

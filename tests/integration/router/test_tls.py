@@ -20,7 +20,7 @@ from fulcrum_core.errors import InvalidInput
 from fulcrum_router.control.background_task import background_task
 from fulcrum_router.data_path import tls
 from fulcrum_router.data_path.tls import TlsFiles, make_tls_context, reload_certificate
-from fulcrum_router.data_path.tls_handshakes import ABORTED, Source, TlsAcceptor, choose_aborted, find_source
+from fulcrum_router.http1.tls_handshakes import ABORTED, Source, TlsAcceptor, choose_aborted, find_source
 from tests.integration.router.fake_engines import DEADLINE_S, FakeEngine, build_post, run_router
 from tests.waiting import wait_until
 

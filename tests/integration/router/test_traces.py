@@ -14,6 +14,7 @@ from fulcrum_cluster.tracing import RootSpans, TraceSettings, open_otlp_sender
 from fulcrum_core.spans import parse_traceparent
 from fulcrum_router.control.metrics import build_registry
 from fulcrum_router.control.metrics_port import make_metrics_app
+from fulcrum_router.control.requests_page import RequestsPage
 from fulcrum_router.tracing.request_trace import RequestTracer
 from tests.integration.router.fake_engines import PROMPT, FakeEngine, respond_with_status, run_router
 from tests.integration.router.otlp_receiver import OtlpReceiver, Received, run_otlp_receiver
@@ -92,7 +93,7 @@ async def test_a_scraper_of_openmetrics_gets_the_trace_of_a_request(client: aioh
         async with client.post(world.url(), json=body, headers={"traceparent": PARENT}) as response:
             await response.read()
         await wait_until(world.ledgers_are_empty, "the request has ended")
-        server = TestServer(make_metrics_app(build_registry(world.router)))
+        server = TestServer(make_metrics_app(build_registry(world.router), RequestsPage(world.router)))
         async with server:
             pages = {}
             for kind in ("application/openmetrics-text", "text/plain"):
@@ -143,3 +144,31 @@ async def test_a_receiver_that_is_away_costs_no_request(client: aiohttp.ClientSe
             world.router.tracer = RequestTracer(sender, ratio=1.0, rng=random.Random(1))
             async with asyncio.timeout(5), client.post(world.url(), json=PROMPT) as response:
                 assert response.status == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses"])
+async def test_a_passed_through_request_has_a_leg_that_its_engine_continues(
+    client: aiohttp.ClientSession, path: str
+) -> None:
+    sent: list[Any] = []
+
+    class Sink:
+        def send(self, spans: Any) -> None:
+            sent.extend(spans)
+
+    async with run_router(FakeEngine("p1"), FakeEngine("d1")) as world:
+        world.router.tracer = RequestTracer(Sink(), ratio=0.0, rng=random.Random(1))
+        body = {"model": "m", "input": SECRET}
+        async with client.post(world.url(path), json=body, headers={"traceparent": PARENT}) as response:
+            await response.read()
+        await wait_until(lambda: bool(sent), "the trace has ended")
+        (request,) = [request for engine in world.engines.values() for request in engine.requests]
+    by_name = {span.name: span for span in sent}
+    assert sorted(by_name) == ["fulcrum.pass_through", "fulcrum.request", "fulcrum.waiting"]
+    root, leg = by_name["fulcrum.request"], by_name["fulcrum.pass_through"]
+    parent = parse_traceparent(request.headers["traceparent"].encode())
+    assert parent is not None
+    assert (root.attributes["fulcrum.path"], leg.parent_id, parent.span_id) == (
+        path, root.span_id, leg.span_id,
+    )  # fmt: skip
+    assert SECRET not in repr(sent)

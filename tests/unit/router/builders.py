@@ -9,6 +9,7 @@ from fulcrum_core.values import KV_LEASE_S, EngineIdentity, Role, Slo
 from fulcrum_router.data_path.continuation import Continuation
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.policy import Candidates, Ledger, Work
+from fulcrum_router.policy.token_account import TokenAccount, Tokens
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.05)
 PREFILL = PrefillModel(c0=0.0, c1=1e-3, c2=0.0)
@@ -33,6 +34,7 @@ class FakeInstance:
     error_share: float = 0.0
     itl_s: float | None = None
     kv_capacity_tokens: int | None = None
+    context_tokens: int | None = None
     kv_lease_s: float = KV_LEASE_S
 
 
@@ -83,6 +85,13 @@ def work(tokens: int, **fields: Any) -> Work:
     return Work(tokens, SLO, deadline_s=SLO.ttft_s, **fields)
 
 
+def open_account(prompt_tokens: int, *, output_tokens: int = 0) -> TokenAccount:
+    """Open the account of a request that is sent now."""
+    account = TokenAccount(Tokens(prompt_tokens, output_tokens), output_max=1_000_000)
+    account.send()
+    return account
+
+
 class FakeLeg:
     """The leg of a `DecodeResponse`: records what the response reports."""
 
@@ -90,6 +99,9 @@ class FakeLeg:
         self.first_bytes = self.lease_checks = 0
         self.continuation: Continuation | None = None
         self.max_response_s = 3_600.0
+
+    def count_tokens(self, events: int) -> int:
+        return events
 
     def record_first_byte(self, now_s: float) -> None:
         assert now_s

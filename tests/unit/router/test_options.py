@@ -133,6 +133,11 @@ def test_static_endpoints_are_listed_with_their_roles() -> None:
             id="certificate without a key",
         ),
         pytest.param(
+            ["--static", "decode=a:1", "--state-tls-key", "/k"],
+            "--state-tls-certificate (not given) is required with the other option for TLS",
+            id="key of the state port without a certificate",
+        ),
+        pytest.param(
             ["--store", "unix:/s", "--token-file", "/nowhere/token"],
             "--token-file (/nowhere/token) cannot be read: no such file or directory",
             id="missing token file",

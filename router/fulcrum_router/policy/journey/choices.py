@@ -4,10 +4,12 @@
 """
 
 import math
+from collections.abc import Hashable
 
 from fulcrum_core.api import conditions
 from fulcrum_core.values import Role
-from fulcrum_router.policy.admission import Admitted, Refusal
+from fulcrum_router.policy.admission import ADMITTED, Admitted, Refusal
+from fulcrum_router.policy.deflection import Deflection
 from fulcrum_router.policy.dispatch import (
     NO_FLIP_PROPOSALS,
     Dispatch,
@@ -19,9 +21,9 @@ from fulcrum_router.policy.dispatch import (
     choose_decode,
     choose_prefill,
 )
+from fulcrum_router.policy.journey.able import AbleInstances
 from fulcrum_router.policy.journey.context import V
 from fulcrum_router.policy.journey.protocols import NIXL_PULL, find_protocol
-from fulcrum_router.policy.journey.record import RequestRecord
 from fulcrum_router.policy.journey.states import Action, LocalPrefillReason, State, StopReason
 from fulcrum_router.policy.prediction import predict_ttft
 from fulcrum_router.policy.waiting_room import LeaveResult
@@ -49,7 +51,7 @@ _PREFILLED_HERE, _WITHIN_SLO, _OTHER_ROLE = (
 )
 
 
-class JourneyChoices(RequestRecord[V]):
+class JourneyChoices(AbleInstances[V]):
     """The choices of one request. Times are seconds of one clock, the caller's."""
 
     __slots__ = ()
@@ -73,6 +75,10 @@ class JourneyChoices(RequestRecord[V]):
                     return self._join_room(now_s, able[0].prefill_model.ttft_s(self.work.prompt_tokens))
                 exclude += full
             decision = self._choose_prefill(now_s, rules, exclude)
+            if context.deflects:
+                deflection = self._find_deflection(now_s, decision)
+                if deflection is not None:
+                    return self._deflect(now_s, deflection)
             if type(decision) is Dispatch:
                 return self._take_prefill(now_s, decision)
             if type(decision) is FlipProposal:
@@ -98,6 +104,19 @@ class JourneyChoices(RequestRecord[V]):
             exclude=exclude,
             delays=context.pairs.prefill_delays,
         )
+
+    def _deflect(self, now_s: float, deflection: Deflection) -> Action:
+        """Have a decode instance compute the prompt. The request is admitted, since it is in time there."""
+        context = self._context
+        if not self._is_judged:
+            self._is_judged = True
+            context.admission.record(self.work.tier, ADMITTED)
+            context.record_admitted(self.work, now_s)
+        instance = context.fleet[deflection.instance]
+        instance.ledger.deflect(recovery_s=deflection.recovery_s, now_s=now_s)
+        self.source = self.predicted_ttft = None
+        self.local_prefill_reason, self.dispatch_reason = LocalPrefillReason.DEFLECTED, _WITHIN_SLO
+        return self._open_decode(now_s, instance)
 
     def _explain_no_prefill(self, broken: tuple[str, ...]) -> LocalPrefillReason:
         if broken:
@@ -219,8 +238,8 @@ class JourneyChoices(RequestRecord[V]):
         self.decode_was_idle = not ledger.prefill_legs and not ledger.decode_legs
         self.decode_entry = ledger.add_decode(tokens=self.work.context_tokens)
         self._charge_tenant()
-        if self._charge is not None:
-            self._charge.follow(self.decode_entry)
+        if self._account is not None:
+            self._account.follow(self.decode_entry)
         if not self.prefill_open and (self.source is None or self.local_prefill_reason is not None):
             compute_s = instance.prefill_model.ttft_s(tokens)
             self._local_entry = ledger.add_local_prefill(tokens=tokens, predicted_s=compute_s, now_s=now_s)
@@ -231,60 +250,16 @@ class JourneyChoices(RequestRecord[V]):
         """Decide once whether the request is admitted, after a flip that it asked for: that may make room."""
         self._is_judged = True
         is_known = self._no_prefill_leg is not LocalPrefillReason.PASSED_THROUGH
-        outcome = self._context.judge(self.work, now_s, can_limit_output=is_known)
+        outcome, self._forecast_s = self._context.judge(self.work, now_s, can_limit_output=is_known)
         if type(outcome) is Admitted:
             _, self._give_up_at_s, self.output_limit = outcome
         elif type(outcome) is Refusal:
             self.refusal, self.stop_reason = outcome, StopReason.REFUSED
-        return self.refusal is not None
-
-    def _is_over_limit(self, now_s: float) -> bool:
-        """Take the request's tokens from the rate limit of its tenant; whether it is refused."""
-        self.refusal, taken = self._context.take_tokens(self.work, now_s)
-        if self.refusal is not None:
-            self.stop_reason = StopReason.REFUSED
             return True
-        self._taken_tokens = taken
+        self._context.record_admitted(self.work, now_s)
         return False
 
-    def _correct_limit(self, now_s: float, taken: float, action: Action) -> None:
-        """Give back the output that was not generated; all that a request took that was not served."""
-        work, entry, self._taken_tokens = self.work, self.decode_entry, None
-        used = 0 if entry is None else entry.output_tokens
-        unused = taken + work.prompt_tokens if action is Action.FAIL else taken - work.choices * used
-        self._context.give_back_tokens(work, unused, now_s)
-
     # --- the waiting room --------------------------------------------------------------------------
-
-    def _list_able(self, now_s: float, exclude: tuple[str, ...]) -> tuple[list[V], tuple[str, ...]]:
-        """The instances that may compute the prompt, and the names of those that have enough work.
-
-        Without a prefill instance those are the decode instances: what waits must not reach them at once. So
-        they are for a request without a prefill leg.
-        """
-        context = self._context
-        candidates, ahead_s = context.fleet.candidates, context.waiting_room.prefill_ahead_s
-        able: list[V] = []
-        if self._no_prefill_leg is None:
-            able = [i for i in candidates.prefill if i.name not in exclude]
-        if not able:
-            able = [i for i in candidates.decode if i.name not in self._failed_decode]
-        shed_until_s = context.shed_until_s
-        full = [
-            i.name
-            for i in able
-            if (i.ledger.prefill_queued_s >= ahead_s and i.ledger.remaining_s(now_s) >= ahead_s)
-            or shed_until_s.get(i.name, now_s) > now_s
-        ]
-        return able, tuple(full)
-
-    def _list_kept(self, now_s: float, able: list[V], full: tuple[str, ...]) -> tuple[str, ...]:
-        """The names of the other able instances that are kept for prompts of other tiers."""
-        work, prefill = self.work, self._context.fleet.candidates.prefill
-        kept = self._context.tier_reserve.list_kept(
-            prefill, work.tier, tokens=work.prompt_tokens, now_s=now_s
-        )
-        return tuple(i.name for i in able if i.name in kept and i.name not in full) if kept else ()
 
     def _wait_for_prefill(
         self, now_s: float, rules: FlipProposalRules, exclude: tuple[str, ...], able: list[V]
@@ -311,32 +286,6 @@ class JourneyChoices(RequestRecord[V]):
             if type(decision) is FlipProposal:
                 return self._ask_for_flip(now_s, decision)
         return self._join_room(now_s, own_s)
-
-    def _is_held(self, now_s: float) -> bool:
-        """Whether decode has no room for a request of this tier."""
-        context, work = self._context, self.work
-        share = context.decode_share
-        if share.highest is None:
-            return False
-        output_tokens = context.demand.lengths.predict(work.tenant, work.prompt_tokens)
-        tokens = work.context_tokens + work.choices * output_tokens
-        kept = context.tier_reserve.find_kept_fraction(work.tier, now_s)
-        decode = context.fleet.candidates.decode
-        return share.must_wait(decode, priority=work.priority, tokens=tokens, kept=kept)
-
-    def _must_join_the_held(self, now_s: float) -> bool:
-        """Whether decode has no room for a request that has not waited yet, or for one that came before."""
-        is_new = self.state in _BEFORE_THE_ROOM and not self.continues
-        return is_new and (self._context.waiting_room.is_held(self.work.priority) or self._is_held(now_s))
-
-    def _must_wait_for_decode(self, now_s: float) -> bool:
-        """Whether a request without a prefill leg waits: it passes nobody who came before."""
-        room = self._context.waiting_room
-        if room.prefill_ahead_s == math.inf:
-            return False
-        able, full = self._list_able(now_s, ())
-        is_behind = self.state is State.ARRIVED and bool(room.members)
-        return bool(able) and (is_behind or len(full) == len(able) or self._must_join_the_held(now_s))
 
     def _join_room(self, now_s: float, prefill_s: float) -> Action:
         """Wait; `prefill_s` is the work of prefill instances that the request brings."""
@@ -388,21 +337,22 @@ class JourneyChoices(RequestRecord[V]):
         """See `waiting_room.Waiter`."""
         return self.work.tenant
 
-    def _charge_tenant(self) -> None:
-        """Charge the tenant when its request first goes to an instance, if requests wait in the router."""
-        context, work = self._context, self.work
-        if self._charge is None and context.waiting_room.prefill_ahead_s < math.inf:
-            self._charge = context.waiting_room.charge(
-                priority=work.priority,
-                tenant=work.tenant,
-                prompt_tokens=work.prompt_tokens,
-                output_tokens=context.demand.lengths.predict(work.tenant, work.prompt_tokens),
-            )
+    @property
+    def tier(self) -> str:
+        """See `waiting_room.Waiter`."""
+        return self.work.tier
 
     @property
-    def excludes_instances(self) -> bool:
+    def exclusion(self) -> Hashable:
         """See `waiting_room.Waiter`."""
-        return bool(self._failed_prefill or self._failed_decode) or self._no_prefill_leg is not None
+        has_leg = self._no_prefill_leg is None
+        failed_prefill = frozenset(self._failed_prefill if has_leg else ())
+        failed_decode = frozenset(self._failed_decode)
+        return (
+            None
+            if has_leg and not failed_prefill | failed_decode
+            else (has_leg, failed_prefill, failed_decode)
+        )
 
     def try_to_leave(self, now_s: float, *, late: bool, held_for_long: bool) -> LeaveResult:
         """See `waiting_room.Waiter`."""
@@ -410,7 +360,12 @@ class JourneyChoices(RequestRecord[V]):
         exclude = self._failed_prefill + context.pairs.broken_prefill_instances
         able, full = self._list_able(now_s, exclude)
         if full and len(full) == len(able):
-            return LeaveResult.BLOCKED
+            deflection = None
+            if context.deflects and not late and (held_for_long or not self._is_held(now_s)):
+                deflection = self._find_deflection_of_waiting(now_s, able)
+            if deflection is None:
+                return LeaveResult.BLOCKED
+            return self._leave(now_s, deflection)
         if not late and not self._can_be_in_time(now_s, exclude + full, able):
             return LeaveResult.LATE
         kept = self._list_kept(now_s, able, full)
@@ -418,8 +373,15 @@ class JourneyChoices(RequestRecord[V]):
             return LeaveResult.RESERVED
         if not held_for_long and self._is_held(now_s):
             return LeaveResult.HELD
-        context.waiting_room.leave(self)
-        action = self._seek_prefill(now_s, NO_FLIP_PROPOSALS)
+        return self._leave(now_s, None)
+
+    def _leave(self, now_s: float, deflection: Deflection | None) -> LeaveResult:
+        """Leave the waiting room, for a prefill instance or by a deflection."""
+        self._context.waiting_room.leave(self)
+        if deflection is None:
+            action = self._seek_prefill(now_s, NO_FLIP_PROPOSALS)
+        else:
+            action = self._deflect(now_s, deflection)
         if self.on_moved is not None:
             self.on_moved(action)
         return LeaveResult.LEFT
@@ -472,11 +434,9 @@ class JourneyChoices(RequestRecord[V]):
             self._close_prefill(now_s)
         if self._transfer_entry is not None:
             self._drop_kv()
-        if self._taken_tokens is not None:
-            self._correct_limit(now_s, self._taken_tokens, action)
+        if self._account is not None:
+            self._settle(now_s, self._account, action)
         self._release_decode(now_s)
-        if self._charge is not None:
-            self._context.waiting_room.close_charge(self._charge)
         self.decode_open = False
         if not aborts:
             self.state = _DONE

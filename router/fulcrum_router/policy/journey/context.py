@@ -17,6 +17,7 @@ from fulcrum_router.policy.admission import (
     Forecast,
     Refusal,
     TierAdmission,
+    delay_return,
     judge_request,
     predict_admission,
     refuse_over_limit,
@@ -30,9 +31,11 @@ from fulcrum_router.policy.engine_deaths import EngineDeaths
 from fulcrum_router.policy.journey.protocols import PROTOCOLS, TransferProtocol
 from fulcrum_router.policy.ledger import Ledger
 from fulcrum_router.policy.pairs import TransferPairs
+from fulcrum_router.policy.prompt_limit import ASSUMED_CONTEXT_TOKENS
 from fulcrum_router.policy.rate_limits import RateLimits
 from fulcrum_router.policy.retry_budget import RetryBudget
 from fulcrum_router.policy.tier_reserve import TierReserve
+from fulcrum_router.policy.token_account import TokenAccount, Tokens
 from fulcrum_router.policy.waiting_room import WaitingRoom
 from fulcrum_router.policy.work import Work
 
@@ -100,6 +103,7 @@ class JourneyContext(Generic[V]):
     __slots__ = (
         "admission",
         "decode_share",
+        "deflects",
         "demand",
         "engine_deaths",
         "fleet",
@@ -131,21 +135,32 @@ class JourneyContext(Generic[V]):
         self.waiting_room = WaitingRoom()
         self.engine_deaths = EngineDeaths()
         self.decode_share = DecodeShare()
+        self.deflects = False
+        """Whether decode instances compute prompts in their spare time; see `deflection`."""
         self.tier_reserve = TierReserve()
         self.shed_until_s: dict[str, float] = {}
         """Time until which an instance that has shed a request gets none of those that wait. An engine that
         sheds has no work, so that it would be the least loaded one.
         """
 
-    def record_arrival(self, work: Work) -> None:
-        """Count a request that arrives in the demand.
+    def record_admitted(self, work: Work, now_s: float) -> None:
+        """Count a request that is served in the demand, for the retry budget and for the reserve of its tier.
+
+        A refused request does not count: a flood that is refused must not move the instances that others
+        need, allow more retries, or keep a reserve from being lent.
+        """
+        self.retry_budget.record_request(now_s)
+        self.tier_reserve.record_arrival(work.tier, work.arrival_s)
+        self._record_demand(work)
+
+    def _record_demand(self, work: Work) -> None:
+        """Count a request in the demand.
 
         A prompt that takes longer than S_T counts as the part of it that takes S_T: it would miss the
         objective with any split, and a single body of 8 MB would bend the forecast for all others. A request
         that is hopeless does not count: a flood that cannot be served must not move the instances that the
         others need.
         """
-        self.tier_reserve.record_arrival(work.tier, work.arrival_s)
         candidates = self.fleet.candidates
         able = candidates.prefill or candidates.decode
         tokens, prefill_s = work.prompt_tokens, 0.0
@@ -157,21 +172,25 @@ class JourneyContext(Generic[V]):
             return
         self.demand.record(tenant=work.tenant, prompt_tokens=tokens, prefill_s=prefill_s)
 
-    def take_tokens(self, work: Work, now_s: float) -> tuple[Refusal | None, float]:
-        """Take the tokens of a request from the rate limit of its tenant, if its tier has one.
+    def open_account(self, work: Work, *, limits_output: bool) -> TokenAccount:
+        """Open the account of a request, with the output that is expected of it.
 
-        Returns the refusal, or None and the output tokens that were taken.
+        `limits_output`: whether its output limit is that of the whole response.
         """
-        buckets = self.rate_limits.by_tier.get(work.tier)
-        if buckets is None:
-            return None, 0.0
-        output_tokens = self.demand.lengths.predict(work.tenant, work.prompt_tokens)
-        output_tokens = work.choices * min(output_tokens, work.output_limit or math.inf)
-        wait_s = buckets.take(work.tenant, work.prompt_tokens + output_tokens, now_s)
+        limit = work.output_limit or ASSUMED_CONTEXT_TOKENS
+        output_tokens = min(self.demand.lengths.predict(work.tenant, work.prompt_tokens), limit)
+        taken = Tokens(work.prompt_tokens, work.choices * output_tokens)
+        most = limit if limits_output else ASSUMED_CONTEXT_TOKENS
+        return TokenAccount(taken, output_max=work.choices * most)
+
+    def take_tokens(self, work: Work, tokens: float, now_s: float) -> Refusal | None:
+        """Take the tokens of a request from the rate limit of its tenant, or none, and refuse the request."""
+        buckets = self.rate_limits.by_tier[work.tier]
+        wait_s = buckets.take(work.tenant, tokens, now_s)
         if not wait_s:
-            return None, output_tokens
+            return None
         self.admission.record_limited(work.tier)
-        return refuse_over_limit(wait_s, tokens_per_minute=buckets.tokens_per_minute), 0.0
+        return refuse_over_limit(wait_s, tokens_per_minute=buckets.tokens_per_minute)
 
     def give_back_tokens(self, work: Work, tokens: float, now_s: float) -> None:
         """Correct the rate limit by tokens that a request took and did not use; less than 0: take more."""
@@ -179,29 +198,45 @@ class JourneyContext(Generic[V]):
         if buckets is not None:
             buckets.give_back(work.tenant, tokens, now_s)
 
-    def judge(self, work: Work, now_s: float, *, can_limit_output: bool = True) -> Refusal | Admitted:
+    def judge(
+        self, work: Work, now_s: float, *, can_limit_output: bool = True
+    ) -> tuple[Refusal | Admitted, float]:
         """Decide whether and how a request is served, and count it; in mode Advise every one is.
+
+        Returns its forecast TTFT, too; 0: unknown.
 
         Without an instance there is nothing to predict by: the request fails as it would without admission.
         """
         admission = self.admission
         tier = admission.find_tier(work.tier)
         if not can_limit_output and tier.action is OverloadAction.DEGRADE:
-            tier = TierAdmission()
+            tier = tier._replace(action=OverloadAction.REJECT, max_output_tokens=0)
         forecast = self._predict_admission(work, now_s, tier)
         if forecast is None:
-            return ADMITTED
+            return ADMITTED, 0.0
         max_wait_s = admission.max_wait_s.get(work.priority, math.inf)
-        outcome = judge_request(forecast, work, tier, max_wait_s=max_wait_s)
+        corrected = forecast.correct(admission.errors.factor)
+        outcome = judge_request(corrected, work, tier, max_wait_s=max_wait_s)
         admission.record(work.tier, outcome)
-        return outcome if admission.mode is _ENFORCE else ADMITTED
+        if admission.mode is not _ENFORCE:
+            return ADMITTED, forecast.ttft_s
+        if type(outcome) is Refusal:
+            outcome = self._queue_return(outcome, forecast, now_s)
+        return outcome, forecast.ttft_s
+
+    def _queue_return(self, refusal: Refusal, forecast: Forecast, now_s: float) -> Refusal:
+        """Ask a refused request to come back after those that were refused before."""
+        instances = len(self.fleet.candidates.prefill)
+        wait_s = self.admission.returns.join(forecast.alone_s, now_s, instances=instances)
+        return delay_return(refusal, wait_s)
 
     def refuse_waiting(self, work: Work, now_s: float) -> Refusal:
         """Refuse a request that has waited in the room for too long, and count it."""
         self.admission.record_given_up(work.tier)
         newcomer = work._replace(deadline_s=now_s + work.slo.ttft_s)
         forecast = self._predict_admission(newcomer, now_s, self.admission.find_tier(work.tier))
-        return refuse_waiting(forecast or UNKNOWN_FORECAST, newcomer)
+        forecast = forecast or UNKNOWN_FORECAST
+        return self._queue_return(refuse_waiting(forecast, newcomer), forecast, now_s)
 
     def _predict_admission(self, work: Work, now_s: float, tier: TierAdmission) -> Forecast | None:
         candidates, room, lengths = self.fleet.candidates, self.waiting_room, self.demand.lengths
@@ -221,6 +256,7 @@ class JourneyContext(Generic[V]):
                 output_tokens, work.output_limit or math.inf, tier.max_output_tokens or math.inf
             ),
             mean_output_tokens=lengths.mean_served,
+            output_tokens_in_decode=lengths.mean_in_decode,
             delays=self.pairs.prefill_delays,
             leaves_room=highest is not None and work.priority < highest,
         )

@@ -23,6 +23,8 @@ Continuations. A response that breaks after its first byte goes on with another 
 can send the rest of the request (`delivered_tokens`); the output so far is then part of the prompt.
 """
 
+from itertools import chain
+
 from fulcrum_core.api import conditions
 from fulcrum_core.values import Role
 from fulcrum_router.policy.blame import SHED_STATUSES, is_ambiguous, is_rejection
@@ -31,6 +33,7 @@ from fulcrum_router.policy.failures import Failure
 from fulcrum_router.policy.journey.choices import MAX_ATTEMPTS, JourneyChoices
 from fulcrum_router.policy.journey.context import SHED_BACKOFF_S, V
 from fulcrum_router.policy.journey.states import Action, LocalPrefillReason, State, StopReason
+from fulcrum_router.policy.prompt_limit import cap_prompt
 
 MIN_SUSPICIONS, MAX_SUSPICIONS = 2, 4
 """Engines that died or answered 5xx after which a request is a query of death, while no others die, and at
@@ -76,10 +79,12 @@ class Journey(JourneyChoices[V]):
     def begin(self, now_s: float) -> Action:
         """The request was admitted at `now_s`."""
         context = self._context
-        if context.rate_limits.by_tier and self._is_over_limit(now_s):
+        candidates = context.fleet.candidates
+        self.work = cap_prompt(self.work, chain(candidates.decode, candidates.other_role))
+        if self.work.tier in context.rate_limits.by_tier and self._is_over_limit(now_s):
             return self._end(now_s, Action.FAIL)
-        context.retry_budget.record_request(now_s)
-        context.record_arrival(self.work)
+        if self._is_judged:
+            context.record_admitted(self.work, now_s)
         if context.waiting_room.members:
             context.waiting_room.reconsider(now_s)  # others have waited longer
         return self._seek_prefill(now_s, context.flip_rules)
@@ -109,6 +114,8 @@ class Journey(JourneyChoices[V]):
         assert instance is not None
         if tokens is not None:
             self.work = self.work.with_prompt_tokens(tokens)
+            if self._account is not None and not self.continues:
+                self._account.count_prompt(tokens)
         self.source, self.local_prefill_reason = instance, problem
         if protocol.legs_at_once:
             return _WAIT
@@ -148,28 +155,54 @@ class Journey(JourneyChoices[V]):
             self._no_prefill_leg, stop = LocalPrefillReason.PREFILL_FAILED, None
         return self._retry_after_abort(now_s, stop)
 
-    def first_byte(self, now_s: float) -> None:
-        """The first byte was sent to the client: the KV was fetched, the prompt is computed."""
+    def first_byte(self, now_s: float, *, is_streamed: bool = True) -> None:
+        """The first byte was sent to the client: the KV was fetched, the prompt is computed.
+
+        Without `is_streamed` it is not known when the first token was.
+        """
+        if self._forecast_s and is_streamed:
+            work, forecast_s, self._forecast_s = self.work, self._forecast_s, 0.0
+            self._context.admission.errors.learn(
+                forecast_s=forecast_s, measured_s=now_s - work.arrival_s, objective_s=work.slo.ttft_s
+            )
         if self.state is _DECODE_SENT or self.state is _PREFILL:
             self.state = _DECODE
             self._drop_kv()
             if self._local_entry is not None:
                 self._release_local(now_s)
 
-    def decode_ended(self, now_s: float, *, output_tokens: int | None = None) -> Action:
+    def decode_ended(
+        self, now_s: float, *, prompt_tokens: int | None = None, output_tokens: int | None = None
+    ) -> Action:
         """The response of the decode leg is complete.
 
-        `output_tokens` of one choice, by the engine's count; None: by the ledger's; 0: unknown. Nothing is
-        learned from the last part of a response.
+        Nothing is learned from the last part of a response.
+
+        Args:
+            now_s: Time of the event.
+            prompt_tokens: Prompt of this leg, by the engine's count; None: not reported.
+            output_tokens: Output of this leg, of all choices, by the engine's count; None: not reported.
         """
         self.decode_open = False
+        if self._account is not None:
+            if prompt_tokens is not None and not self.continues:
+                self._account.count_prompt(prompt_tokens)
+            self._account.end_leg(output_tokens)
         if output_tokens is None and self.decode_entry is not None:
             output_tokens = self.decode_entry.output_tokens
+        output_tokens = self._cap_output((output_tokens or 0) // self.work.choices)
         if output_tokens and not self.continues:
             work, lengths, limit = self.work, self._context.demand.lengths, self.output_limit
             lengths.record_served(output_tokens)
             if limit is None or output_tokens < limit:  # else its length is not known
                 lengths.learn(work.tenant, work.prompt_tokens, output_tokens)
+        return self._end(now_s, _END)
+
+    def decode_rejected(self, now_s: float) -> Action:
+        """An engine rejected the request (4xx), and its response was forwarded: there is no output."""
+        self.decode_open = False
+        if self._account is not None:
+            self._account.end_leg(0)
         return self._end(now_s, _END)
 
     def decode_failed(
@@ -196,6 +229,8 @@ class Journey(JourneyChoices[V]):
         instance, has_begun = self.decode_instance, self.state is _DECODE
         self.decode_open = False
         self._note_shed(now_s, instance, status)
+        if self._account is not None:
+            self._account.end_leg(None if has_begun or failure is Failure.TOO_LONG else 0)
         self._release_decode(now_s)
         if self.state is _DONE or self.state is _ABORTING or instance is None:
             return _END if self.state is _DONE else _WAIT

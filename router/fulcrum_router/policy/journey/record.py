@@ -19,25 +19,34 @@ from fulcrum_router.policy.kv_lease import max_usable_age_s
 from fulcrum_router.policy.ledger import DecodeEntry, PendingTransferEntry, PrefillEntry, Reservation
 from fulcrum_router.policy.pair_record import PairKey, TransferOutcome
 from fulcrum_router.policy.prediction import PredictedTtft
+from fulcrum_router.policy.prompt_limit import ASSUMED_CONTEXT_TOKENS
+from fulcrum_router.policy.token_account import TokenAccount
 from fulcrum_router.policy.waiting_room import Charge
 from fulcrum_router.policy.work import Work
 
 # An attribute of an enum is slow to read.
 _ARRIVED, _LEAST_COST, _OFF = State.ARRIVED, DispatchReason.LEAST_COST, AdmissionMode.OFF
+_PASSED_THROUGH, _FAIL, _TIMEOUT = LocalPrefillReason.PASSED_THROUGH, Action.FAIL, Failure.TIMEOUT
+
+_FAULTS_OF_THE_REQUEST = (StopReason.TOO_LONG, StopReason.QUERY_OF_DEATH)
+"""Reasons for which any engine would fail the request."""
 
 
 class RequestRecord(Generic[V]):
     """One request. Times are seconds of one clock, the caller's."""
 
     __slots__ = (
+        "_account",
         "_asked_at_s",
         "_charge",
         "_context",
         "_decode_attempts",
         "_failed_decode",
         "_failed_prefill",
+        "_forecast_s",
         "_give_up_at_s",
         "_is_judged",
+        "_is_limited",
         "_last_action",
         "_lease_from_s",
         "_local_entry",
@@ -46,7 +55,6 @@ class RequestRecord(Generic[V]):
         "_reservation",
         "_reserved_on",
         "_suspicions",
-        "_taken_tokens",
         "_transfer_entry",
         "cached_on",
         "continues",
@@ -84,8 +92,12 @@ class RequestRecord(Generic[V]):
     """Output tokens that admission allows; None: as many as the client asked for."""
     _give_up_at_s: float
     """When the request is refused if it still waits in the room."""
-    _taken_tokens: float | None
-    """Output tokens taken from the rate limit of the tenant; None: it has none."""
+    _account: TokenAccount | None
+    """Tokens that were taken from the tenant; None: nobody counts them."""
+    _is_limited: bool
+    """Whether they were taken from the rate limit of the tenant."""
+    _forecast_s: float
+    """TTFT that admission has forecast, until it is measured; 0: none."""
     _is_judged: bool
     """Whether admission has decided, or need not; then the request is not refused later."""
     _reserved_on: str | None
@@ -141,7 +153,7 @@ class RequestRecord(Generic[V]):
         self.failed_status = 0
         """HTTP status with which the engine failed it; 0: none."""
         self.stop_reason: StopReason | None = None
-        self.refusal = self.output_limit = self._taken_tokens = None
+        self.refusal = self.output_limit = self._account = None
         self._give_up_at_s, self._is_judged = math.inf, context.admission.mode is _OFF
         self.decode_entry: DecodeEntry | None = None
         self._prefill_entry: PrefillEntry | None = None
@@ -150,9 +162,9 @@ class RequestRecord(Generic[V]):
         self._transfer_entry: PendingTransferEntry | None = None
         self._failed_prefill = self._failed_decode = tuple[str, ...]()
         self._decode_attempts = self._suspicions = 0
-        self._lease_from_s = self._asked_at_s = 0.0
+        self._lease_from_s = self._asked_at_s = self._forecast_s = 0.0
         self._last_action: Action | None = None
-        self.must_recompute, self._reserved_on = False, None
+        self.must_recompute, self._reserved_on, self._is_limited = False, None, False
 
     @property
     def expected_transfer_s(self) -> float:
@@ -164,6 +176,57 @@ class RequestRecord(Generic[V]):
     def local_compute_s(self) -> float | None:
         """Predicted time to compute the prompt in the decode leg; None: it is computed already."""
         return None if self._local_entry is None else self._local_entry.predicted_s
+
+    def _is_over_limit(self, now_s: float) -> bool:
+        """Take the request's tokens from the rate limit of its tenant; whether it is refused."""
+        account = self._open_account()
+        self.refusal = self._context.take_tokens(self.work, account.taken.total, now_s)
+        if self.refusal is not None:
+            self.stop_reason = StopReason.REFUSED
+            return True
+        self._account, self._is_limited = account, True
+        return False
+
+    def _open_account(self) -> TokenAccount:
+        return self._context.open_account(self.work, limits_output=not self._has_turns)
+
+    @property
+    def _has_turns(self) -> bool:
+        """Whether a response has several turns, by tools of the engine, each with the limit of the client."""
+        return self._no_prefill_leg is _PASSED_THROUGH
+
+    def _cap_output(self, output_tokens: int) -> int:
+        """Count the output of one choice as no more than it can be: one wrong count is no answer to learn."""
+        limit = 0 if self._has_turns else self.work.output_limit
+        return min(output_tokens, limit or ASSUMED_CONTEXT_TOKENS, ASSUMED_CONTEXT_TOKENS)
+
+    def _charge_tenant(self) -> None:
+        """A leg is sent: charge the tenant for the first one, if requests wait in the router."""
+        context, work = self._context, self.work
+        if self._charge is None and context.waiting_room.prefill_ahead_s < math.inf:
+            if self._account is None:
+                self._account = self._open_account()
+            self._charge = context.waiting_room.charge(
+                self._account, priority=work.priority, tenant=work.tenant
+            )
+        if self._account is not None:
+            self._account.send()
+
+    def _settle(self, now_s: float, account: TokenAccount, action: Action) -> None:
+        """Give back what was taken and not used, or take more.
+
+        A request that fails costs nothing, unless an engine worked for it in vain because of the request.
+        """
+        served = action is not _FAIL or self.stop_reason in _FAULTS_OF_THE_REQUEST or self.failure is _TIMEOUT
+        used = account.settle(served=served)
+        if used is None:
+            return
+        if self._is_limited:
+            (prompt, output), (used_prompt, used_output) = account.taken, used
+            unused = prompt - used_prompt + output - used_output
+            self._context.give_back_tokens(self.work, unused, now_s)
+        if self._charge is not None:
+            self._context.waiting_room.close_charge(self._charge, used)
 
     def _close_prefill(self, now_s: float) -> None:
         self.prefill_open = False
@@ -185,8 +248,6 @@ class RequestRecord(Generic[V]):
 
     def _release_decode(self, now_s: float) -> None:
         if self.decode_entry is not None:
-            if self._charge is not None:
-                self._charge.stop()
             self.decode_entry.release()
             self.decode_entry = None
         if self._local_entry is not None:

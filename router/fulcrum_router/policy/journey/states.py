@@ -94,12 +94,14 @@ class LocalPrefillReason(StrEnum):
     """The KV may have been fetched after its lease had expired; the prompt was recomputed."""
     UNREADABLE_KV = "unreadable_kv"
     """No decode instance can read the KV of the prefill instance."""
+    DEFLECTED = "deflected"
+    """No prefill instance would compute the prompt in time, and the decode instance has time to spare."""
 
     __hash__ = str.__hash__  # see StopReason
 
     @property
     def is_expected(self) -> bool:
-        """Whether the reason lies in the request and not in a failure."""
+        """Whether the reason lies in the request or in the load, and not in a failure."""
         return self in _EXPECTED_REASONS
 
 
@@ -111,5 +113,6 @@ _EXPECTED_REASONS = frozenset(
         LocalPrefillReason.TRUNCATED_PROMPT,
         LocalPrefillReason.PROMPT_EMBEDS,
         LocalPrefillReason.PASSED_THROUGH,
+        LocalPrefillReason.DEFLECTED,
     }
 )

@@ -14,6 +14,7 @@ from fulcrum_router.counters import TTFT_BUCKETS_S, RequestOutcome
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.policy import PairKey, TransferOutcome
 from fulcrum_router.policy.journey import LocalPrefillReason
+from fulcrum_router.policy.tenant_counts import OTHERS
 from fulcrum_router.router import Router
 from fulcrum_router.settings import Tier
 
@@ -188,3 +189,35 @@ def test_series_stay_as_many_while_a_thousand_instances_come_and_go() -> None:
         return len(samples(router))
 
     assert len({count_series(first) for first in range(0, 1000, 10)}) == 1
+
+
+def test_tenants_are_shown_with_any_name_that_a_header_can_hold() -> None:
+    router, name = Router(), 'a"b\\c\xe9\x85'
+    counters = router.counters
+    for outcome, met in ((RequestOutcome.OK, True), (RequestOutcome.LIMITED, False)):
+        counters.record_tenant(name, outcome, met=met, now_s=time.monotonic())
+    counters.record_tenant(name, RequestOutcome.INVALID, met=False, now_s=time.monotonic())
+    counters.record_tenant(OTHERS, RequestOutcome.OK, met=False, now_s=time.monotonic())
+    found = {
+        dict(labels)["tenant"]: value
+        for (family, labels), value in samples(router).items()
+        if family == "fulcrum_router_tenant_requests_total" and value and ("result", "missed") not in labels
+    }
+    assert found == {name: 1}
+    assert (
+        samples(router)["fulcrum_router_tenant_requests_total", (("result", "missed"), ("tenant", OTHERS))]
+        == 1
+    )
+
+
+def test_the_reserve_of_a_tier_is_kept_while_it_sends_requests_and_else_lent() -> None:
+    router = Router()
+    router.journeys.tier_reserve.set_fractions({"gold": 0.25, "silver": 0.5, "free": 0.0})
+    router.journeys.tier_reserve.record_arrival("gold", time.monotonic())
+    assert {
+        tuple(value for _, value in labels): value
+        for (name, labels), value in samples(router).items()
+        if name == "fulcrum_router_tier_reserve_ratio"
+    } == {
+        ("kept", "gold"): 0.25, ("lent", "gold"): 0.0, ("kept", "silver"): 0.0, ("lent", "silver"): 0.5,
+    }  # fmt: skip

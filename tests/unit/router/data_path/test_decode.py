@@ -1,4 +1,4 @@
-"""The bytes that a decode leg sends to the client, and until when another instance can take over."""
+"""Which bytes of a decode leg's response reach the client, and until when the leg is retryable."""
 
 import math
 
@@ -47,7 +47,7 @@ class FakeDownstream:
 
 
 def make_error(status: int) -> bytes:
-    """An event with which vLLM fails a request in the middle of a stream."""
+    """Return the event that vLLM sends in a stream when a request fails."""
     return frame_chunk(b'data: {"error": {"message": "m", "code": %d}}\n\n' % status)
 
 
@@ -59,7 +59,10 @@ def start_response(
     late: bool = False,
     leg: FakeLeg | None = None,
 ) -> DecodeResponse:
-    """Start a response whose connection has received the head; `late`: its KV may be another prompt's."""
+    """Start a response and receive its head.
+
+    If `late`, its KV may have been fetched after the lease expired.
+    """
     prefill, decode = Instance("p-0"), Instance("d-0")
     transfer = KvTransfer.create(
         TransferPairs(),
@@ -135,7 +138,7 @@ def test_only_a_usage_event_that_the_router_added_is_removed(strips_usage: bool,
 
 
 def test_a_usage_event_that_cannot_be_removed_stays() -> None:
-    """In a stream without chunks a read may end inside an event."""
+    """Without chunked encoding a read may end inside an event, so the router removes nothing."""
     downstream = FakeDownstream()
     response = start_response(
         downstream, strips_usage=True, headers=b"content-type: text/event-stream\r\n\r\n"
@@ -196,7 +199,7 @@ def test_a_response_that_ends_during_its_lease_check_is_sent_after_it() -> None:
 
 
 def test_a_response_pauses_only_the_connection_that_it_still_uses() -> None:
-    """A client that is slow to its last byte must not pause the next leg on the connection."""
+    """When another leg uses the engine connection, the slow client of the first leg must not pause it."""
     downstream = FakeDownstream()
     downstream.paused = True
     response = start_response(downstream, headers=b"content-length: 2\r\n\r\n")
@@ -207,10 +210,10 @@ def test_a_response_pauses_only_the_connection_that_it_still_uses() -> None:
     connection.handler, before_s = next_response, connection.deadline_s
     response.pause()
     connection.resume()
-    assert connection.deadline_s == before_s, "no time has passed without reading"
+    assert connection.deadline_s == before_s, "the finished response did not pause the connection"
 
 
-@pytest.mark.parametrize("before", [b"", TOKEN], ids=["first", "behind a token of the same read"])
+@pytest.mark.parametrize("before", [b"", TOKEN], ids=["first event", "after a token in the same read"])
 def test_an_error_event_with_5xx_before_the_first_byte_fails_the_leg(before: bytes) -> None:
     downstream = FakeDownstream()
     response = start_response(downstream)
@@ -278,7 +281,7 @@ def test_a_response_without_length_that_is_cut_short_has_failed(*, stream: bool)
 
 
 def find_failure(response: DecodeResponse) -> tuple[Failure, int]:
-    """The failure with which the response has ended."""
+    """Return the failure and the status with which the response ended."""
     error = response._error
     assert isinstance(error, LegFailed)
     return error.failure, error.status

@@ -17,7 +17,7 @@ from fulcrum_router.http1.bodies import (
     parse_request_body,
 )
 from fulcrum_router.http1.json_limits import InvalidBody
-from fulcrum_router.http1.output_limits import MAX_N, is_stream
+from fulcrum_router.http1.output_limits import MAX_N, find_output_limit, is_stream
 
 KV_TRANSFER_PARAMS: dict[str, Any] = {
     "do_remote_prefill": True,
@@ -101,10 +101,58 @@ def test_a_request_that_one_kv_transfer_cannot_serve_gets_none(field: str, reaso
     assert parse_request_body(body, 0).local_prefill_reason == reason
 
 
+@pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {"prompt_embeds": []},
+        {"prompt_embeds": 0},
+        {"use_beam_search": True},
+        {"truncate_prompt_tokens": -1},
+        {"prompt_logprobs": 1},
+    ],
+    ids=str,
+)
+def test_choices_are_counted_whatever_else_the_request_has(others: dict[str, Any], *, chat: bool) -> None:
+    prompt = {"messages": [{"role": "user", "content": "a"}]} if chat else {"prompt": "a"}
+    body = parse_request_body(json.dumps({**prompt, **others, "n": 100}).encode(), 0, chat=chat)
+    assert (body.choices, body.prompts) == (100, 1)
+
+
+def test_each_embedded_prompt_has_choices_of_its_own() -> None:
+    fields = {"prompt_embeds": ["AA", "AA", "AA"], "n": 2}
+    body = parse_request_body(json.dumps(fields).encode(), 0)
+    assert (body.local_prefill_reason, body.prompts, body.choices) == ("prompt_embeds", 3, 6)
+    chat = parse_request_body(json.dumps({"messages": [], **fields}).encode(), 0, chat=True)
+    assert (chat.local_prefill_reason, chat.prompts, chat.choices) == ("multiple_choices", 1, 2), "not read"
+
+
+def test_a_null_as_the_limit_of_a_completion_is_removed() -> None:
+    """It is 16 tokens in vLLM 0.32, and was the rest of the context before: without it, all read the same."""
+    body = parse_request_body(b'{"prompt":"a","max_tokens":null,"seed":null,"n":"1"}', 0)
+    assert json.loads(body.raw) == body.fields == {"prompt": "a", "seed": None, "n": 1}
+    assert find_output_limit(body.fields, chat=False) == 16
+
+
+@pytest.mark.parametrize(("chat", "passed"), [(True, False), (False, True)], ids=["chat", "passed through"])
+def test_a_null_as_the_limit_of_other_requests_stays(*, chat: bool, passed: bool) -> None:
+    raw = b'{"messages":[],"max_tokens":null}'
+    assert parse_request_body(raw, 0, chat=chat, passed=passed).raw == raw
+
+
+def test_the_prompt_of_a_request_that_is_passed_through_is_not_measured() -> None:
+    raw = b'{"messages":[{"role":"user","content":"abc"}]}'
+    assert parse_request_body(raw, 0).prompt_bytes == 3
+    assert parse_request_body(raw, 0, passed=True).prompt_bytes == 0
+
+
 def test_more_prompts_than_the_limit_are_rejected() -> None:
     parse_request_body(json.dumps({"prompt": ["a"] * MAX_PROMPTS}).encode(), 0)
     with pytest.raises(InvalidBody, match="more than 2048 prompts"):
         parse_request_body(json.dumps({"prompt": ["a"] * (MAX_PROMPTS + 1)}).encode(), 0)
+    with pytest.raises(InvalidBody, match="more than 2048 prompts"):
+        parse_request_body(json.dumps({"prompt_embeds": ["AA"] * (MAX_PROMPTS + 1)}).encode(), 0)
 
 
 @pytest.mark.parametrize("name", ["n", "best_of"])

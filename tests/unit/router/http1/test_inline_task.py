@@ -1,4 +1,4 @@
-"""Inline tasks: order of resumption, cancellation, and the two bridges to asyncio."""
+"""Inline tasks: resumption, turns of the event loop, cancellation, and calls from and to asyncio tasks."""
 
 import asyncio
 
@@ -120,7 +120,7 @@ async def test_cancelling_an_inline_task_cancels_the_asyncio_task_it_awaits() ->
 
 
 async def test_a_result_that_comes_in_the_turn_of_the_cancellation_is_discarded() -> None:
-    """The asyncio task has its result, and the callback that would deliver it has not run yet."""
+    """At the cancellation, the asyncio task has ended, but its done callback has not run yet."""
     future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     discarded: list[str] = []
 

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from fulcrum_router.fleet.engine_metrics import read_context_tokens
 from fulcrum_router.fleet.instances import Fleet, Instance
 from fulcrum_router.observe.engines import EngineProber, LatencySums
 
@@ -21,6 +22,31 @@ def test_mean_itl_covers_only_the_tokens_since_the_last_read(
     before: LatencySums | None, now: LatencySums, mean: float | None
 ) -> None:
     assert now.mean_since(before) == (None if mean is None else pytest.approx(mean))
+
+
+@pytest.mark.parametrize(
+    ("page", "tokens"),
+    [
+        pytest.param(b'{"data": [{"id": "m", "max_model_len": 8192}]}', 8192, id="a model"),
+        pytest.param(
+            b'{"data": [{"id": "adapter", "max_model_len": null}, {"max_model_len": 4096}]}',
+            4096,
+            id="an adapter, which names no length",
+        ),
+        pytest.param(b'{"data": [{"max_model_len": true}, {"max_model_len": 0}]}', None, id="no length"),
+        pytest.param(b'{"data": {"max_model_len": 1}}', None, id="no list"),
+        pytest.param(
+            b'{"data": [{"max_model_len": 1000000000000000000}, {"max_model_len": 8192}]}',
+            8192,
+            id="more than any prompt has",
+        ),
+        pytest.param(b"[]", None, id="no object"),
+        pytest.param(b"not JSON", None, id="no JSON"),
+        pytest.param(b"[" * 100_000, None, id="nested without end"),
+    ],
+)
+def test_the_longest_context_is_that_of_the_models(page: bytes, tokens: int | None) -> None:
+    assert read_context_tokens(page) == tokens
 
 
 async def test_a_probe_task_that_has_ended_is_started_again() -> None:

@@ -124,6 +124,7 @@ class Predicted:
     backlog_s: float = 0.0
     output_tokens: float = 0.0
     mean_output_tokens: float = 100.0
+    output_tokens_in_decode: float = 100.0
     leaves_room: bool = False
 
     def find(self, **fields: Any) -> Forecast:
@@ -135,6 +136,7 @@ class Predicted:
             backlog_s=self.backlog_s,
             output_tokens=self.output_tokens,
             mean_output_tokens=self.mean_output_tokens,
+            output_tokens_in_decode=self.output_tokens_in_decode,
             delays={},
             leaves_room=self.leaves_room,
         )
@@ -176,6 +178,14 @@ def test_decode_is_predicted_for_the_end_of_the_prefill() -> None:
     assert [now.decode_load, later.decode_load] == pytest.approx(loads)
 
 
+def test_long_answers_stay_in_decode_for_longer_than_the_mean_answer_takes() -> None:
+    """3,000 tokens decode at 40 ms: an answer of 200 tokens takes 8 s, so three quarters remain after 2 s."""
+    decode = (instance("d1", decoding=3_000),)
+    prefill = (instance("p1", queued_s=1.9),)
+    found = Predicted(prefill=prefill, decode=decode, output_tokens_in_decode=200.0).find()
+    assert (found.decode_stay_s, found.decode_load) == pytest.approx((8.0, (3_000 * 0.75 + 100) / 4_000))
+
+
 def test_prompts_that_are_computed_for_decode_count_before_they_arrive() -> None:
     none = Predicted().find()
     reserved = Predicted(decode=(instance("d1", reserved=3_000),)).find()
@@ -190,6 +200,22 @@ def test_lower_tiers_leave_room_in_decode() -> None:
     highest = Predicted(decode=decode).find()
     lower = Predicted(decode=decode, leaves_room=True).find()
     assert (highest.decode_load < 1.0, lower.decode_load > 1.0) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "own_tokens"),
+    [
+        pytest.param({}, 150, id="one prompt"),
+        pytest.param({"choices": 4}, 600, id="one prompt with four choices"),
+        pytest.param({"choices": 4, "prompts": 4}, 300, id="four prompts, 100 tokens together"),
+        pytest.param({"choices": 8, "prompts": 4}, 600, id="four prompts with two choices each"),
+    ],
+)
+def test_decode_reads_each_prompt_once_for_each_of_its_choices(
+    fields: dict[str, int], own_tokens: int
+) -> None:
+    found = Predicted(output_tokens=50.0).find(**fields)
+    assert found.decode_load == pytest.approx(own_tokens / 4_000)
 
 
 def test_a_request_larger_than_decode_counts_as_half_of_it() -> None:
@@ -275,6 +301,18 @@ def test_a_refused_request_leaves_nothing_in_the_ledgers() -> None:
     )
 
 
+def test_refused_requests_are_asked_to_come_back_one_after_another() -> None:
+    """Each takes 0.1 s of the one prefill instance, of which those who come back are to fill 0.3."""
+    context = make_context(AdmissionMode.ENFORCE, queued_s=5.0)
+    times = []
+    for now_s in [0.0] * 10 + [30.0]:
+        journey = Journey(context, work(100)._replace(deadline_s=now_s + SLO.ttft_s))
+        journey.begin(now_s)
+        assert journey.refusal is not None
+        times.append(journey.refusal.retry_after_s)
+    assert times == [5, 6, 6, 7, 7, 7, 8, 8, 8, 9, 5]
+
+
 def test_an_admitted_request_is_not_refused_when_it_is_tried_again() -> None:
     context = make_context(AdmissionMode.ENFORCE, queued_s=0.0)
     journey = Journey(context, work(100, tier="free"))
@@ -345,6 +383,37 @@ def test_the_output_of_a_request_that_is_passed_through_cannot_be_limited() -> N
     context.fleet["d1"].ledger.add_decode(tokens=3_500)
     journey = Journey(context, work(100, tier="free"), local_prefill_reason=LocalPrefillReason.PASSED_THROUGH)
     assert (journey.begin(0.0), journey.output_limit) == (Action.SEND_DECODE, None)
+
+
+def test_a_passed_through_request_of_a_degraded_tier_is_refused_only_if_sheddable() -> None:
+    context = make_context(AdmissionMode.ENFORCE, queued_s=5.0)
+    context.fleet["d1"].ledger.add_decode(tokens=100_000)
+    actions = []
+    for sheddable in (True, False):
+        context.admission.tiers = {"free": DEGRADE._replace(sheddable=sheddable)}
+        passed = Journey(
+            context, work(100, tier="free"), local_prefill_reason=LocalPrefillReason.PASSED_THROUGH
+        )
+        actions.append(passed.begin(0.0))
+    assert actions == [Action.FAIL, Action.SEND_DECODE]
+
+
+@pytest.mark.parametrize(
+    ("mode", "requests"),
+    [
+        pytest.param(AdmissionMode.ENFORCE, 0, id="refused"),
+        pytest.param(AdmissionMode.ADVISE, 1, id="served all the same"),
+    ],
+)
+def test_a_refused_request_is_no_demand_allows_no_retry_and_takes_no_reserve_back(
+    mode: AdmissionMode, requests: int
+) -> None:
+    context = make_context(mode, queued_s=5.0)
+    context.tier_reserve.set_fractions({"gold": 0.5})
+    Journey(context, work(100, tier="gold")).begin(0.0)
+    kept = context.tier_reserve.find_kept_fraction("free", 0.0)
+    counted = context.demand.snapshot().requests, context.retry_budget.requests, kept
+    assert counted == (requests, requests, 0.5 * requests)
 
 
 def test_lower_tiers_wait_less_in_engines_the_lower_they_are() -> None:

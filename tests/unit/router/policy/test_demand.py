@@ -39,6 +39,17 @@ def test_before_the_first_answer_a_usual_length_is_predicted() -> None:
     assert OutputLengths().predict("", 10) == DEFAULT_OUTPUT_TOKENS
 
 
+def test_answers_in_decode_are_longer_than_the_mean_answer() -> None:
+    """Of nine answers with 10 tokens and one with 910, decode computes mostly the long one."""
+    lengths = OutputLengths()
+    before = lengths.mean_in_decode
+    for tokens in [10] * 9 + [910]:
+        lengths.record_served(tokens)
+    squares = 9 * 10**2 + 910**2
+    found = (before, lengths.mean_served, lengths.mean_in_decode)
+    assert found == pytest.approx((DEFAULT_OUTPUT_TOKENS, 100.0, squares / 1_000))
+
+
 def test_the_prefill_work_of_an_arrival_is_the_mean_over_the_prefill_instances() -> None:
     instances = instance("p1"), instance("p2"), instance("d1")
     for each, seconds in zip(instances, (0.6, 0.2, 5.0), strict=True):

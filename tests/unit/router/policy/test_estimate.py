@@ -1,7 +1,6 @@
 """Predictions start cautious, converge to the measurements and ignore unusable samples."""
 
 import math
-from typing import Any
 
 import pytest
 
@@ -11,76 +10,11 @@ from fulcrum_router.policy import (
     PredictionErrorMean,
     PrefillPredictor,
     TokensPerByte,
-    has_only_text,
-    measure_prompt,
 )
 from fulcrum_router.policy.estimate import DEFAULT_DECODE, DEFAULT_PREFILL
 from fulcrum_router.policy.prefill_samples import PrefillSample
 
 UNUSABLE = [math.nan, math.inf, -1.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("request_fields", "size"),
-    [
-        pytest.param({"prompt": "abcd"}, (4, 0), id="bytes of a text"),
-        pytest.param({"prompt": "äöü"}, (6, 0), id="bytes of a text in UTF-8"),
-        pytest.param({"prompt": [1, 2, 3]}, (0, 3), id="number of token ids"),
-        pytest.param({"prompt": ["ab", "c"]}, (3, 0), id="sum over several prompts"),
-        pytest.param({"prompt": [[1, 2], [3]]}, (0, 3), id="sum over several prompts of token ids"),
-        pytest.param({"messages": [{"content": "ab"}, {"content": "c"}]}, (3, 0), id="sum over messages"),
-        pytest.param(
-            {"messages": [{"content": [{"type": "text", "text": "ab"}, {"type": "image_url"}]}]},
-            (2, 0),
-            id="only the text of content parts",
-        ),
-        pytest.param({"messages": [{"content": None}, "x"]}, (0, 0), id="0 for a message without content"),
-        pytest.param({}, (0, 0), id="0 for a request without a prompt"),
-        pytest.param(
-            {"prompt": "x" * 100, "truncate_prompt_tokens": 7}, (0, 7), id="a truncated prompt as token ids"
-        ),
-        pytest.param(
-            {"prompt": "abc", "truncate_prompt_tokens": 7},
-            (3, 0),
-            id="bytes of a prompt that is not truncated",
-        ),
-        pytest.param({"prompt": 5}, (0, 0), id="0 for an invalid prompt, which the engine refuses"),
-    ],
-)
-def test_a_prompt_is_measured_in_text_bytes_and_token_ids(
-    request_fields: dict[str, Any], size: tuple[int, int]
-) -> None:
-    assert measure_prompt(request_fields) == size
-
-
-@pytest.mark.parametrize(
-    ("request_fields", "expected"),
-    [
-        ({"prompt": "a"}, True),
-        ({"messages": [{"role": "user", "content": "a" * 32}]}, True),
-        ({"messages": [{"content": [{"type": "text", "text": "a" * 32}]}]}, True),
-        ({"messages": [{"content": "a" * 256}] + [{"content": ""}] * 100}, False),
-        ({"messages": [{"content": []}] * 100}, False),
-        ({"messages": [{"content": "a"}], "tools": [{}]}, False),
-        ({"messages": [{"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, False),
-        ({"messages": [{"content": "a", "tool_calls": [{}]}]}, False),
-        ({"messages": [None]}, False),
-    ],
-    ids=[
-        "prompt",
-        "chat",
-        "text parts",
-        "empty messages",
-        "no parts",
-        "tools",
-        "image",
-        "tool calls",
-        "no message",
-    ],
-)
-def test_only_text_teaches_the_tokens_per_byte(request_fields: dict[str, Any], expected: bool) -> None:
-    prompt_bytes, _ = measure_prompt(request_fields)
-    assert has_only_text(request_fields, prompt_bytes=prompt_bytes) is expected
 
 
 def test_tokens_per_byte_converge_to_the_engines_count() -> None:

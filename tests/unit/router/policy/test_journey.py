@@ -21,6 +21,7 @@ from fulcrum_router.policy.journey import (
     StopReason,
     TransferProtocol,
 )
+from fulcrum_router.policy.prompt_limit import ASSUMED_CONTEXT_TOKENS
 from fulcrum_router.policy.retry_budget import FLOOR
 from tests.unit.router.builders import IDENTITY, OTHER_MODEL, SLO, FakeFleet, FakeInstance, instance, work
 
@@ -59,6 +60,29 @@ def targets(journey: Journey[FakeInstance]) -> tuple[str | None, str | None]:
     """Names of the instances of the last prefill leg and of the last decode leg."""
     prefill, decode = journey.prefill_instance, journey.decode_instance
     return prefill.name if prefill else None, decode.name if decode else None
+
+
+@pytest.mark.parametrize(
+    ("limits", "prompts", "counted"),
+    [
+        pytest.param(((400, 900), (300, None)), 1, 400, id="the longest prompt that an engine takes"),
+        pytest.param(((900, 400), (300, None)), 1, 400, id="a KV cache smaller than the context"),
+        pytest.param(((None, None), (None, None)), 1, ASSUMED_CONTEXT_TOKENS, id="not known"),
+        pytest.param(((400, None), (None, 300)), 2, 800, id="two prompts"),
+    ],
+)
+def test_a_prompt_counts_as_no_longer_than_engines_take(
+    limits: tuple[tuple[int | None, int | None], ...], prompts: int, counted: int
+) -> None:
+    """An engine rejects a longer one; until then the others must not be refused because of it."""
+    instances = instance("p1"), instance("d1")
+    for each, (context_tokens, kv_capacity_tokens) in zip(instances, limits, strict=True):
+        each.context_tokens, each.kv_capacity_tokens = context_tokens, kv_capacity_tokens
+    context = make_context(*instances)
+    journey = Journey(context, work(2_000_000, prompts=prompts, choices=prompts))
+    journey.begin(0.0)
+    ledgers = context.fleet["p1"].ledger, context.fleet["d1"].ledger
+    assert (ledgers[0].prefill_tokens, ledgers[1].reserved_tokens) == (counted, counted)
 
 
 def ledgers_are_empty(context: JourneyContext[FakeInstance]) -> bool:

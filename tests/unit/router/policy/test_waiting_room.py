@@ -1,5 +1,8 @@
 """The waiting room: order, limits, and which requests wait for which instances."""
 
+import math
+import weakref
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import pytest
@@ -18,11 +21,19 @@ from fulcrum_router.policy.journey import (
     StopReason,
 )
 from fulcrum_router.policy.journey.context import SHED_BACKOFF_S
+from fulcrum_router.policy.leaving_round import MAX_HELD_LINES
 from fulcrum_router.policy.ledger import Ledger
+from fulcrum_router.policy.token_account import Tokens
 from fulcrum_router.policy.token_counters import MAX_IDLE_TENANTS
 from fulcrum_router.policy.waiting_lines import AGEING_FACTOR, MAX_HOLD_S
-from fulcrum_router.policy.waiting_room import LATE_EVERY, MAX_HELD_LINES, LeaveResult, WaitingRoom
-from tests.unit.router.builders import SLO, FakeFleet, FakeInstance, instance, work
+from fulcrum_router.policy.waiting_room import (
+    LATE_EVERY,
+    MAX_EXCLUSIONS,
+    MAX_GIVE_UPS,
+    LeaveResult,
+    WaitingRoom,
+)
+from tests.unit.router.builders import SLO, FakeFleet, FakeInstance, instance, open_account, work
 
 
 @dataclass(eq=False)
@@ -33,31 +44,42 @@ class FakeWaiter:
     arrival_s: float
     places: list[int]
     left: list[float]
-    excludes_instances: bool = False
+    exclusion: Hashable = None
     fits: bool = True
     held: bool = False
     deadline_s: float = 0.0
+    reserved: bool = False
     priority: int = 0
     tenant: str = ""
+    tier: str = ""
+    asked: int = 0
+    raises: bool = False
 
     def give_up(self, now_s: float) -> None:
-        raise AssertionError(f"nobody gives up, also not at {now_s}")
+        assert now_s >= self.deadline_s
+        self.left.append(self.arrival_s)
+        self.room.leave(self)
 
     def give_way(self) -> None:
         self.left.append(-self.arrival_s)
         self.room.leave(self)
 
     def try_to_leave(self, now_s: float, *, late: bool, held_for_long: bool) -> LeaveResult:
+        self.asked += 1
+        if self.raises:
+            raise RuntimeError
         if not self.fits or not self.places[0]:
             return LeaveResult.BLOCKED
         if not late and now_s > self.deadline_s:
             return LeaveResult.LATE
+        if self.reserved:
+            return LeaveResult.RESERVED
         if self.held and not held_for_long:
             return LeaveResult.HELD
         self.places[0] -= 1
         self.left.append(self.arrival_s)
         self.room.leave(self)
-        self.room.charge(priority=self.priority, tenant=self.tenant, prompt_tokens=10, output_tokens=0)
+        self.room.charge(open_account(10), priority=self.priority, tenant=self.tenant)
         return LeaveResult.LEFT
 
 
@@ -73,11 +95,13 @@ class Crowd:
         self,
         arrival_s: float,
         *,
-        excludes: bool = False,
+        excludes: Hashable = None,
         fits: bool = True,
         slo_s: float = 10.0,
         priority: int = 0,
         tenant: str = "",
+        tier: str = "",
+        gives_up: bool = False,
     ) -> FakeWaiter:
         waiter = FakeWaiter(
             self.room,
@@ -89,8 +113,10 @@ class Crowd:
             deadline_s=arrival_s + slo_s,
             priority=priority,
             tenant=tenant,
+            tier=tier,
         )
-        assert self.room.join(waiter, prefill_s=0.5)
+        give_up_at_s = waiter.deadline_s if gives_up else math.inf
+        assert self.room.join(waiter, prefill_s=0.5, give_up_at_s=give_up_at_s)
         return waiter
 
     def open(self, places: int, now_s: float = 0.0) -> list[float]:
@@ -151,6 +177,54 @@ def test_few_of_many_held_tenants_are_asked() -> None:
     crowd.join(90.0, tenant="not asked")
     crowd.join(91.0, priority=-1)
     assert crowd.open(5) == [91.0]
+
+
+def test_a_request_that_raises_keeps_no_other_from_leaving_later() -> None:
+    crowd = Crowd()
+    held, broken = crowd.join(1.0, tenant="held"), crowd.join(2.0, tenant="broken")
+    held.held, broken.raises = True, True
+    with pytest.raises(RuntimeError):
+        crowd.open(5)
+    held.held = broken.raises = False
+    assert sorted(crowd.open(5)) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("blocked_by", ["held", "reserved"])
+def test_tenants_of_one_tier_do_not_hide_another_tier_of_their_priority(blocked_by: str) -> None:
+    crowd = Crowd()
+    for n in range(2 * MAX_HELD_LINES):
+        setattr(crowd.join(float(n), tenant=str(n), tier="free"), blocked_by, True)
+    crowd.join(90.0, tenant="customer", tier="gold")
+    assert crowd.open(5) == [90.0]
+
+
+def test_a_tick_refuses_a_bounded_number_of_requests() -> None:
+    crowd = Crowd()
+    for n in range(MAX_GIVE_UPS + 1):
+        crowd.join(float(n), slo_s=10.0 - n, gives_up=True)
+    counts = []
+    for _ in range(3):
+        crowd.room.tick(10.0)
+        counts.append(len(crowd.left))
+    assert counts == [MAX_GIVE_UPS, MAX_GIVE_UPS + 1, MAX_GIVE_UPS + 1]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in time", "late"])
+def test_requests_that_have_left_take_no_memory_behind_one_that_waits(late: bool) -> None:
+    """A waiter has the body of its request."""
+    crowd = Crowd()
+    crowd.join(0.0, slo_s=1.0, tenant="a", gives_up=True)
+    waiters = [weakref.ref(crowd.join(1.0 + n, slo_s=2.0, tenant="a", gives_up=True)) for n in range(1_000)]
+    if late:
+        crowd.places[0] = 1
+        crowd.room.reconsider(5_000.0)
+        crowd.join(0.5, slo_s=1.0, tenant="a", gives_up=True)
+    for waiter in waiters:
+        present = waiter()
+        assert present is not None
+        crowd.room.leave(present)
+    del present
+    assert sum(waiter() is not None for waiter in waiters) < 200
 
 
 @pytest.mark.parametrize(
@@ -220,11 +294,64 @@ def test_nobody_passes_a_request_that_any_instance_could_take() -> None:
 
 def test_others_pass_a_request_that_has_failed_on_the_free_instance() -> None:
     crowd = Crowd()
-    first = crowd.join(1.0, excludes=True, fits=False)
+    first = crowd.join(1.0, excludes="p1", fits=False)
     crowd.join(2.0)
     assert crowd.open(1) == [2.0]
     first.fits = True
     assert crowd.open(1) == [1.0], "it keeps its place"
+
+
+@pytest.mark.parametrize("tenants", [1, 500])
+@pytest.mark.parametrize("exclusions", [1, 500])
+@pytest.mark.parametrize("late", [False, True], ids=["in time", "late"])
+def test_few_of_many_requests_that_exclude_instances_are_asked(
+    tenants: int, exclusions: int, *, late: bool
+) -> None:
+    """Asking 10,000 would stop the router for 0.15 s, ten times a second."""
+    crowd = Crowd()
+    waiters = [
+        crowd.join(float(n), slo_s=600.0, tenant=f"t{n % tenants}", excludes=f"p{n % exclusions}")
+        for n in range(500)
+    ]
+    if late:
+        crowd.places[0] = 1
+        crowd.open(1, now_s=2_000.0)
+    ordinary = crowd.join(600.0, slo_s=2_000.0, tenant="t0", fits=False)
+    for waiter in waiters:
+        waiter.asked = 0
+    assert (crowd.open(0, now_s=2_000.0), ordinary.asked) == ([], 1)
+    assert sum(waiter.asked for waiter in waiters) <= MAX_EXCLUSIONS + 1
+
+
+def test_blocked_requests_keep_nobody_from_leaving_who_can() -> None:
+    crowd = Crowd()
+    for n in range(100):
+        crowd.join(float(n), tenant=f"t{n % 7}", excludes="p1", fits=False)
+    crowd.join(100.0, tenant="t0", excludes="p2")
+    crowd.join(101.0, tenant="t1", priority=-1, excludes="p2")
+    crowd.join(102.0, tenant="t2")
+    assert sorted(crowd.open(9)) == [100.0, 101.0, 102.0]
+
+
+def test_a_level_of_blocked_requests_is_not_held() -> None:
+    crowd = Crowd()
+    crowd.join(1.0, excludes="p1").held = True
+    crowd.open(1)
+    before = crowd.room.waits_for_decode
+    crowd.join(2.0, priority=1, excludes="p1")
+    crowd.open(0)
+    assert (before, crowd.room.waits_for_decode) == (True, False)
+
+
+def test_more_exclusions_than_are_told_apart_are_blocked_together() -> None:
+    crowd = Crowd()
+    for n in range(MAX_EXCLUSIONS):
+        crowd.join(float(n), excludes=n, fits=False)
+    first = crowd.join(50.0, excludes="p1", fits=False)
+    crowd.join(51.0, excludes="p2")
+    blocked = crowd.open(9)
+    crowd.room.leave(first)
+    assert (blocked, crowd.open(9)) == ([], [51.0])
 
 
 def test_a_tier_of_higher_priority_goes_first_whatever_the_deadlines() -> None:
@@ -270,7 +397,7 @@ def test_a_lower_tier_that_brings_no_work_for_prefill_instances_has_no_larger_sh
 
 def test_others_pass_the_only_request_of_a_tenant_that_no_free_instance_can_take() -> None:
     crowd = Crowd()
-    stuck = crowd.join(1.0, priority=9, tenant="a", excludes=True, fits=False)
+    stuck = crowd.join(1.0, priority=9, tenant="a", excludes="p1", fits=False)
     crowd.join(2.0, priority=9, tenant="b")
     crowd.join(3.0)
     assert crowd.open(3) == [2.0, 3.0]
@@ -288,25 +415,27 @@ def test_work_of_lower_tiers_is_not_in_front_of_a_newcomer() -> None:
 def test_output_beyond_the_prediction_is_charged_as_it_appears_and_the_rest_given_back() -> None:
     room, ledger = WaitingRoom(), Ledger()
     room.join(FakeWaiter(room, 0.0, [0], [], tenant="other", fits=False), prefill_s=1.0)
-    charge = room.charge(priority=0, tenant="a", prompt_tokens=5, output_tokens=10)
+    account = open_account(5, output_tokens=10)
+    charge = room.charge(account, priority=0, tenant="a")
     counters = room.find_counters(0)
     seen = [counters["a"]]
     entry = ledger.add_decode(tokens=5)
-    charge.follow(entry)
+    account.follow(entry)
     for tokens in (4, 10):
         entry.add_tokens(tokens)
         room.tick(0.0)
         seen.append(counters["a"])
-    room.close_charge(charge)
-    short = room.charge(priority=0, tenant="b", prompt_tokens=5, output_tokens=10)
-    room.close_charge(short)
+    used = account.settle(served=True)
+    assert used is not None
+    room.close_charge(charge, used)
+    room.close_charge(room.charge(open_account(5, output_tokens=10), priority=0, tenant="b"), Tokens(5, 0))
     assert (seen, counters["a"], counters["b"], room.open_charges) == ([25.0, 25.0, 33.0], 33.0, 5.0, {})
 
 
 def test_tenants_that_rotate_names_take_a_bounded_memory() -> None:
     room = WaitingRoom()
     for n in range(MAX_IDLE_TENANTS + 50):
-        room.charge(priority=0, tenant=f"t{n}", prompt_tokens=1, output_tokens=0)
+        room.charge(open_account(1), priority=0, tenant=f"t{n}")
     assert len(room.find_counters(0)) == MAX_IDLE_TENANTS
 
 
@@ -482,6 +611,14 @@ def test_requests_with_several_choices_wait_for_decode_instances_and_others_pass
     assert begin(context)[1] == [Action.SEND_PREFILL]
     running[0][0].first_byte(0.1)
     assert (running[2][1][-1], context.waiting_room.prefill_s) == (Action.SEND_DECODE, 0.0)
+
+
+def test_requests_with_several_choices_are_blocked_together() -> None:
+    context = make_context("p1", "d1", max_requests=1_000)
+    for _ in range(2):
+        begin(context, reason=SEVERAL)
+    waiting = [begin(context, reason=SEVERAL)[0] for _ in range(20)]
+    assert {journey.exclusion for journey in waiting} == {(False, frozenset(), frozenset())}
 
 
 def test_a_full_room_fails_the_request() -> None:

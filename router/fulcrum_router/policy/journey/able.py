@@ -1,0 +1,107 @@
+"""Which instances may take the work of a request now, and whether decode has room for it.
+
+`choices` decides by it where a request goes and whether it waits.
+"""
+
+import math
+
+from fulcrum_router.policy.deflection import Deflection, choose_deflection, is_at_risk
+from fulcrum_router.policy.dispatch import Dispatch, DispatchDecision, FlipProposal
+from fulcrum_router.policy.journey.context import V
+from fulcrum_router.policy.journey.record import RequestRecord
+from fulcrum_router.policy.journey.states import State
+
+# An attribute of an enum is slow to read.
+_ARRIVED, _BEFORE_THE_ROOM = State.ARRIVED, (State.ARRIVED, State.FLIP_REQUESTED)
+
+
+class AbleInstances(RequestRecord[V]):
+    """The instances for one request. Times are seconds of one clock, the caller's."""
+
+    __slots__ = ()
+
+    def _list_able(self, now_s: float, exclude: tuple[str, ...]) -> tuple[list[V], tuple[str, ...]]:
+        """The instances that may compute the prompt, and the names of those that have enough work.
+
+        Without a prefill instance those are the decode instances: what waits must not reach them at once. So
+        they are for a request without a prefill leg.
+        """
+        context = self._context
+        candidates, ahead_s = context.fleet.candidates, context.waiting_room.prefill_ahead_s
+        able: list[V] = []
+        if self._no_prefill_leg is None:
+            able = [i for i in candidates.prefill if i.name not in exclude]
+        if not able:
+            able = [i for i in candidates.decode if i.name not in self._failed_decode]
+        shed_until_s = context.shed_until_s
+        full = [
+            i.name
+            for i in able
+            if (i.ledger.prefill_queued_s >= ahead_s and i.ledger.remaining_s(now_s) >= ahead_s)
+            or shed_until_s.get(i.name, now_s) > now_s
+        ]
+        return able, tuple(full)
+
+    def _list_kept(self, now_s: float, able: list[V], full: tuple[str, ...]) -> tuple[str, ...]:
+        """The names of the other able instances that are kept for prompts of other tiers."""
+        work, prefill = self.work, self._context.fleet.candidates.prefill
+        kept = self._context.tier_reserve.list_kept(
+            prefill, work.tier, tokens=work.prompt_tokens, now_s=now_s
+        )
+        return tuple(i.name for i in able if i.name in kept and i.name not in full) if kept else ()
+
+    def _is_held(self, now_s: float) -> bool:
+        """Whether decode has no room for a request of this tier."""
+        context, work = self._context, self.work
+        share = context.decode_share
+        if share.highest is None:
+            return False
+        output_tokens = context.demand.lengths.predict(work.tenant, work.prompt_tokens)
+        tokens = work.context_tokens + work.choices * output_tokens
+        kept = context.tier_reserve.find_kept_fraction(work.tier, now_s)
+        decode = context.fleet.candidates.decode
+        return share.must_wait(decode, priority=work.priority, tokens=tokens, kept=kept)
+
+    def _must_join_the_held(self, now_s: float) -> bool:
+        """Whether decode has no room for a request that has not waited yet, or for one that came before."""
+        is_new = self.state in _BEFORE_THE_ROOM and not self.continues
+        return is_new and (self._context.waiting_room.is_held(self.work.priority) or self._is_held(now_s))
+
+    def _must_wait_for_decode(self, now_s: float) -> bool:
+        """Whether a request without a prefill leg waits: it passes nobody who came before."""
+        room = self._context.waiting_room
+        if room.prefill_ahead_s == math.inf:
+            return False
+        able, full = self._list_able(now_s, ())
+        is_behind = self.state is _ARRIVED and bool(room.members)
+        return bool(able) and (is_behind or len(full) == len(able) or self._must_join_the_held(now_s))
+
+    # --- deflection --------------------------------------------------------------------------------
+
+    def _find_deflection(self, now_s: float, decision: DispatchDecision) -> Deflection | None:
+        """Find a decode instance for a prompt that the chosen prefill instance might end too late."""
+        if type(decision) is FlipProposal:
+            decision = decision.fallback
+        return self._deflect_at_risk(now_s, decision.cost[1]) if type(decision) is Dispatch else None
+
+    def _find_deflection_of_waiting(self, now_s: float, able: list[V]) -> Deflection | None:
+        """The same for a request that waits, for which no prefill instance has been chosen."""
+        tokens = self.work.prompt_tokens
+        ends_s = min(i.ledger.remaining_s(now_s) + i.prefill_model.ttft_s(tokens) for i in able)
+        return None if self._no_prefill_leg is not None else self._deflect_at_risk(now_s, ends_s)
+
+    def _deflect_at_risk(self, now_s: float, prefill_s: float) -> Deflection | None:
+        """Find a decode instance unless a prefill instance ends the prompt well in time, in `prefill_s`."""
+        context, work, ends_at_s = self._context, self.work, now_s + prefill_s
+        if not is_at_risk(work, ends_at_s=ends_at_s):
+            return None
+        exclude = self._failed_decode + context.list_shedding(now_s)
+        by_s = min(work.deadline_s, ends_at_s)
+        return choose_deflection(
+            context.fleet.candidates.decode,
+            work,
+            now_s=now_s,
+            by_s=by_s,
+            output_tokens=context.demand.lengths.mean_served,
+            exclude=exclude,
+        )

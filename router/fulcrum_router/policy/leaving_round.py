@@ -1,0 +1,67 @@
+"""One round over the requests of a waiting room: which one is asked next, and which are asked no more.
+
+Lines that are held are set aside until the round ends, so that others of their level come to their turn.
+"""
+
+from collections.abc import Hashable, Sequence
+
+from fulcrum_router.policy.waiting_lines import Level, Line, WaitingRequest, choose_level
+
+MAX_HELD_LINES = 16
+"""Tenants of one tier that are held before its others are not asked: asking 10,000 would stop the router."""
+
+
+class LeavingRound:
+    """One round. It begins with the first request that it chooses, and ends with `end`."""
+
+    __slots__ = ("_blocked", "_full", "_held_before", "_held_lines", "_set_aside")
+
+    def __init__(self) -> None:
+        self._blocked: set[Hashable] = set()
+        """Exclusions with which no request can leave now."""
+        self._set_aside: list[tuple[Level, Line]] = []
+        self._held_lines: dict[tuple[Level, str], int] = {}
+        """How many lines of a tier were asked and held."""
+        self._held_before: dict[Level, dict[Line, None]] = {}
+        """Lines of the levels that were asked, as they were held before the round."""
+        self._full: dict[Level, set[str]] = {}
+        """Tiers of a level with so many held lines that no more of them are asked."""
+
+    def choose(self, levels: Sequence[Level], departed_s: float) -> WaitingRequest | None:
+        """Choose the request to ask next; None: nobody else can leave.
+
+        Args:
+            levels: All levels, by descending priority.
+            departed_s: Prefill work of all requests that have left for an instance, in seconds.
+        """
+        level = choose_level(levels, departed_s, self._full, self._blocked)
+        line = None if level is None else level.find_first(self._full.get(level, ()), self._blocked)
+        request = None if line is None else line.find_next(self._blocked)
+        if level is None or request is None:
+            for other in levels:
+                if other not in self._held_before:
+                    other.held = {}  # whoever waits there is blocked, and not by decode
+            return None
+        if level not in self._held_before:
+            self._held_before[level], level.held = level.held, {}
+        return request
+
+    def block(self, exclusion: Hashable) -> None:
+        """Ask no more requests with this exclusion."""
+        self._blocked.add(exclusion)
+
+    def set_aside(self, level: Level, line: Line) -> None:
+        """Ask the line no more, and after some of its tier the tier no more."""
+        line.is_aside = True
+        self._set_aside.append((level, line))
+        key = level, line.tier
+        self._held_lines[key] = self._held_lines.get(key, 0) + 1
+        if self._held_lines[key] == MAX_HELD_LINES:
+            level.hold_further(self._held_before[level], line.tier)
+            self._full.setdefault(level, set()).add(line.tier)
+
+    def end(self) -> None:
+        """Put the lines that were set aside back into the order of their levels."""
+        for level, line in self._set_aside:
+            if level.lines.get(line.tenant) is line:
+                level.enqueue(line.tenant)

@@ -1,0 +1,265 @@
+"""Deflection: which decode instance computes a prompt, and which requests are deflected."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from fulcrum_core.latency import DecodeModel, PrefillModel
+from fulcrum_core.values import AdmissionMode, Role
+from fulcrum_router.policy import TransferPairs
+from fulcrum_router.policy.deflection import (
+    AHEAD_S,
+    BATCH_FULL,
+    MIXED_FACTOR,
+    STALL_MAX,
+    choose_deflection,
+)
+from fulcrum_router.policy.dispatch import FlipProposalRules
+from fulcrum_router.policy.failures import Failure
+from fulcrum_router.policy.journey import Action, Journey, JourneyContext, LocalPrefillReason
+from fulcrum_router.policy.learning import LearningInstance
+from tests.unit.router.builders import DECODE, PREFILL, SLO, FakeFleet, FakeInstance, instance, work
+
+TOKENS = 100
+"""A prompt of 0.11 s among decodes."""
+OUTPUT = 1_000.0
+"""Mean answer; it bears each stall that is allowed."""
+SPARE = 1.0 - 0.011 / (BATCH_FULL * SLO.tpot_s)
+"""Share of the time that a decode instance with no other request can spare."""
+
+
+def decode_instance(
+    name: str = "d1",
+    *,
+    decoding: int = 0,
+    reserved: int = 0,
+    capacity: int | None = None,
+    caught_up_at_s: float = 0.0,
+    role: Role = Role.DECODE,
+    local_s: float = 0.0,
+    prefill: PrefillModel = PREFILL,
+    decode: DecodeModel = DECODE,
+) -> FakeInstance:
+    made = instance(name, role=role, decoding=decoding, reserved=reserved)
+    made.kv_capacity_tokens, made.prefill_model, made.decode_model = capacity, prefill, decode
+    made.ledger.caught_up_at_s = caught_up_at_s
+    if local_s:
+        made.ledger.add_local_prefill(tokens=1, predicted_s=local_s, now_s=0.0)
+    return made
+
+
+def test_a_prompt_takes_the_time_that_decode_spares() -> None:
+    found = choose_deflection([decode_instance()], work(TOKENS), now_s=0.0, by_s=1.0, output_tokens=OUTPUT)
+    assert found is not None
+    assert found._asdict() == {"instance": "d1", "recovery_s": pytest.approx(MIXED_FACTOR * 0.1 / SPARE)}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param(decode_instance("d1", decoding=1_000), decode_instance("d2"), id="the smaller batch"),
+        pytest.param(decode_instance("d1", caught_up_at_s=0.5), decode_instance("d2"), id="caught up"),
+        pytest.param(decode_instance("d3"), decode_instance("d2"), id="equal: by name"),
+    ],
+)
+def test_the_instance_that_catches_up_first_gets_the_prompt(
+    first: FakeInstance, second: FakeInstance
+) -> None:
+    found = choose_deflection([first, second], work(TOKENS), now_s=0.0, by_s=1.0, output_tokens=OUTPUT)
+    assert found is not None
+    assert found.instance == "d2"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "made"),
+    [
+        pytest.param(int(1_000 * STALL_MAX * SLO.tpot_s), decode_instance(), id="a stall that is too long"),
+        pytest.param(TOKENS, decode_instance(decoding=3_000), id="no time to spare"),
+        pytest.param(TOKENS, decode_instance(reserved=3_000), id="prompts on their way leave none"),
+        pytest.param(TOKENS, decode_instance(decoding=850, capacity=1_000), id="no room in the KV cache"),
+        pytest.param(TOKENS, decode_instance(caught_up_at_s=AHEAD_S + 0.1), id="has not caught up"),
+        pytest.param(TOKENS, decode_instance(local_s=0.95), id="behind other prompts it would be late"),
+        pytest.param(TOKENS, decode_instance(role=Role.BOTH), id="role Both computes prompts anyway"),
+        pytest.param(
+            TOKENS, decode_instance(prefill=replace(PREFILL, c0=1e308, c1=1e308)), id="an infinite time"
+        ),
+    ],
+)
+def test_an_instance_that_cannot_spare_the_time_gets_no_prompt(tokens: int, made: FakeInstance) -> None:
+    assert choose_deflection([made], work(tokens), now_s=0.0, by_s=1.0, output_tokens=OUTPUT) is None
+
+
+@pytest.mark.parametrize(("output_tokens", "found"), [(16.0, True), (15.0, False)])
+def test_answers_that_a_stall_would_make_late_keep_prompts_away(*, output_tokens: float, found: bool) -> None:
+    """0.11 s of a quarter of what 16 tokens have left: 16 × (0.04 − 0.011) s / 4 = 0.116 s."""
+    chosen = choose_deflection(
+        [decode_instance()], work(TOKENS), now_s=0.0, by_s=1.0, output_tokens=output_tokens
+    )
+    assert (chosen is not None) is found
+
+
+@pytest.mark.parametrize(("decoding", "found"), [(2_890, True), (2_895, False), (2_900, False)])
+def test_no_prompt_takes_the_spare_time_of_minutes(*, decoding: int, found: bool) -> None:
+    """Answers may be long: the instance would get no other prompt until its decodes have caught up."""
+    made = decode_instance(decoding=decoding)
+    chosen = choose_deflection([made], work(TOKENS), now_s=0.0, by_s=1.0, output_tokens=1e30)
+    assert (chosen is not None) is found
+
+
+def test_an_excluded_instance_gets_no_prompt() -> None:
+    assert (
+        choose_deflection(
+            [decode_instance()], work(TOKENS), now_s=0.0, by_s=1.0, output_tokens=OUTPUT, exclude=("d1",)
+        )
+        is None
+    )
+
+
+def test_the_part_of_a_prompt_in_the_prefix_cache_takes_no_time() -> None:
+    found = choose_deflection(
+        [decode_instance()], work(TOKENS, cached_tokens={"d1": 90}), now_s=0.0, by_s=1.0, output_tokens=OUTPUT
+    )
+    assert found is not None
+    assert found._asdict() == {"instance": "d1", "recovery_s": pytest.approx(MIXED_FACTOR * 0.01 / SPARE)}
+
+
+def test_decode_catches_up_with_one_prompt_after_the_other() -> None:
+    ledger = decode_instance().ledger
+    caught_up = []
+    for now_s in (10.0, 10.5, 20.0):
+        ledger.deflect(recovery_s=2.0, now_s=now_s)
+        caught_up.append(ledger.caught_up_at_s)
+    assert caught_up == [12.0, 14.0, 22.0]
+
+
+def make_context(
+    *, queued_s: float, deflects: bool = True, ahead_s: float = math.inf
+) -> JourneyContext[FakeInstance]:
+    """One prefill instance with so much work, and two decode instances."""
+    fleet = FakeFleet([instance("p1", queued_s=queued_s), instance("d1"), instance("d2")])
+    context: JourneyContext[FakeInstance] = JourneyContext(fleet, TransferPairs())
+    context.deflects, context.waiting_room.prefill_ahead_s = deflects, ahead_s
+    return context
+
+
+@pytest.mark.parametrize(
+    ("queued_s", "deflects", "expected"),
+    [
+        pytest.param(0.5, True, (Action.SEND_PREFILL, None), id="prefill is in time"),
+        pytest.param(5.0, True, (Action.SEND_DECODE, LocalPrefillReason.DEFLECTED), id="prefill is late"),
+        pytest.param(0.6, True, (Action.SEND_DECODE, LocalPrefillReason.DEFLECTED), id="prefill is at risk"),
+        pytest.param(5.0, False, (Action.SEND_PREFILL, None), id="switched off"),
+    ],
+)
+def test_a_request_that_prefill_would_make_late_is_deflected(
+    queued_s: float, deflects: bool, expected: tuple[Action, LocalPrefillReason | None]
+) -> None:
+    journey = Journey(make_context(queued_s=queued_s, deflects=deflects), work(TOKENS))
+    assert (journey.begin(0.0), journey.local_prefill_reason) == expected
+
+
+@pytest.mark.parametrize("mode", AdmissionMode)
+def test_a_deflected_request_is_demand(mode: AdmissionMode) -> None:
+    context = make_context(queued_s=5.0)
+    context.admission.mode = mode
+    journey = Journey(context, work(TOKENS))
+    journey.begin(0.0)
+    counted = context.demand.snapshot().requests, context.retry_budget.requests
+    assert (journey.local_prefill_reason, counted) == (LocalPrefillReason.DEFLECTED, (1, 1))
+
+
+def test_a_deflected_request_leaves_nothing_in_the_ledger_but_the_time_to_catch_up() -> None:
+    context = make_context(queued_s=5.0)
+    journey = Journey(context, work(TOKENS))
+    journey.begin(0.0)
+    ledger = context.fleet["d1"].ledger
+    during = ledger.local_prefills, ledger.decode_legs
+    journey.first_byte(0.1)
+    journey.decode_ended(1.0)
+    assert (during, ledger.local_prefills, ledger.decode_legs, ledger.prefill_queued_s) == ((1, 1), 0, 0, 0.0)
+    assert ledger.caught_up_at_s == pytest.approx(MIXED_FACTOR * 0.1 / SPARE)
+
+
+def test_a_request_is_deflected_before_it_asks_for_a_flip() -> None:
+    actions = []
+    for caught_up_at_s in (0.0, 9.0):
+        context = make_context(queued_s=5.0)
+        context.flip_rules = FlipProposalRules(enabled=True)
+        for name in ("d1", "d2"):
+            context.fleet[name].ledger.caught_up_at_s = caught_up_at_s
+        actions.append(Journey(context, work(TOKENS)).begin(0.0))
+    assert actions == [Action.SEND_DECODE, Action.ASK_FOR_FLIP]
+
+
+def test_a_request_whose_leg_on_an_instance_failed_is_not_deflected_there() -> None:
+    context = make_context(queued_s=5.0)
+    journey = Journey(context, work(TOKENS))
+    journey.begin(0.0)
+    assert journey.decode_instance is not None
+    assert journey.decode_instance.name == "d1"
+    assert journey.decode_failed(0.0, Failure.CLOSED) is Action.SEND_DECODE
+    assert (journey.decode_instance.name, journey.local_prefill_reason) == (
+        "d2",
+        LocalPrefillReason.DEFLECTED,
+    )
+
+
+def test_a_long_prompt_stays_on_an_idle_prefill_instance() -> None:
+    """It is at risk there, but among decodes it takes longer."""
+    journey = Journey(make_context(queued_s=0.0), work(680))
+    assert (journey.begin(0.0), journey.local_prefill_reason) == (Action.SEND_PREFILL, None)
+
+
+@pytest.mark.parametrize(
+    ("queued_s", "now_s", "expected"),
+    [
+        pytest.param(0.9, 0.1, [Action.SEND_DECODE], id="prefill is late"),
+        pytest.param(0.55, 0.0, [], id="prefill is in time"),
+        pytest.param(9.0, 0.95, [], id="late everywhere"),
+    ],
+)
+def test_a_waiting_request_is_deflected_while_that_helps(
+    queued_s: float, now_s: float, expected: list[Action]
+) -> None:
+    context = make_context(queued_s=queued_s, ahead_s=0.5)
+    waiting = Journey(context, work(TOKENS))
+    moved: list[Action] = []
+    waiting.on_moved = moved.append
+    began = waiting.begin(0.0)
+    context.waiting_room.tick(now_s)
+    assert (began, moved) == (Action.WAIT, expected)
+
+
+def test_a_waiting_request_is_not_deflected_while_decode_has_no_room_for_its_tier() -> None:
+    context = make_context(queued_s=9.0, ahead_s=0.5)
+    context.decode_share.set_tiers((0, 1), tpot_s=SLO.tpot_s)
+    for name in ("d1", "d2"):
+        context.fleet[name].kv_capacity_tokens = 1_000
+        context.fleet[name].ledger.add_decode(tokens=700)
+    low, high = (Journey(context, work(TOKENS, priority=priority)) for priority in (0, 1))
+    moved: list[str] = []
+    low.on_moved = lambda _action: moved.append("low")
+    high.on_moved = lambda _action: moved.append("high")
+    for journey in (low, high):
+        journey.begin(0.0)
+    context.waiting_room.tick(0.1)
+    assert moved == ["high"]
+
+
+def test_deflected_prompts_are_no_decode_load() -> None:
+    learning = LearningInstance(PREFILL, DECODE)
+    learning.ledger.add_decode(tokens=1_000)
+    learning.ledger.deflect(recovery_s=2.0, now_s=10.0)
+    latencies = [learning.discount_deflected(itl_s, since_s=11.0) for itl_s in (0.045, 0.015, None)]
+    latencies.append(learning.discount_deflected(0.045, since_s=12.0))
+    assert latencies == [pytest.approx(0.02), 0.015, None, 0.045]
+
+
+def test_no_decode_time_is_learned_from_a_second_with_a_deflected_prompt() -> None:
+    learning = LearningInstance(PREFILL, DECODE)
+    learning.ledger.add_decode(tokens=80_000)
+    batches = [learning.measure_batch(kv_usage=None, kv_capacity_tokens=None)]
+    learning.ledger.deflect(recovery_s=1.0, now_s=0.0)
+    batches += [learning.measure_batch(kv_usage=None, kv_capacity_tokens=None) for _ in range(2)]
+    assert batches == [80_000, 0, 80_000]

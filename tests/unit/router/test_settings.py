@@ -1,0 +1,55 @@
+"""Settings of a router: what it makes of a PDService and its QoSTiers, up to the parts that decide by it."""
+
+from typing import Any
+
+import pytest
+
+from fulcrum_core.api import PDService, QoSTier
+from fulcrum_core.values import AdmissionMode, OverloadAction, Slo
+from fulcrum_router.policy.admission import TierAdmission
+from fulcrum_router.router import Router
+from fulcrum_router.settings import Tier, resolve_settings
+
+PREMIUM = {
+    "priority": 10,
+    "slo": {"ttft": "1s", "tpot": "40ms"},
+    "reservedFraction": 0.25,
+    "sheddable": False,
+    "rateLimit": {"tokensPerMinute": 600_000},
+    "admission": {"mode": "Queue", "maxQueueTime": "7s"},
+}
+
+
+def service(*tiers: str, **spec: Any) -> PDService:
+    body = {"model": "m", "qosTiers": list(tiers), **spec}
+    return PDService.model_validate({"metadata": {"name": "chat"}, "spec": body})
+
+
+def tier(name: str, **spec: Any) -> QoSTier:
+    return QoSTier.model_validate({"metadata": {"name": name}, "spec": spec})
+
+
+def test_each_field_of_a_tier_reaches_the_settings() -> None:
+    settings = resolve_settings(service("premium"), [tier("premium", **PREMIUM)])
+    admission = TierAdmission(sheddable=False, action=OverloadAction.QUEUE, max_queue_s=7.0)
+    assert settings.tiers["premium"] == Tier("premium", Slo(1.0, 0.04), -10, admission, 600_000, 0.25)
+
+
+def test_tiers_that_the_service_does_not_list_and_tiers_that_do_not_exist_are_left_out() -> None:
+    settings = resolve_settings(service("premium", "missing"), [tier("premium"), tier("other")])
+    assert list(settings.tiers) == ["premium"]
+
+
+def test_a_configured_router_decides_by_the_settings() -> None:
+    router = Router()
+    settings = resolve_settings(
+        service("premium", "free", router={"admission": "Enforce", "dispatch": {"deflect": True}}),
+        [tier("premium", **PREMIUM), tier("free")],
+    )
+    router.configure(settings, last_prefill_to_decode_s=None)
+    journeys = router.journeys
+    assert journeys.admission.mode is AdmissionMode.ENFORCE
+    assert journeys.admission.tiers["premium"] == settings.tiers["premium"].admission
+    assert list(journeys.tier_reserve.list_fractions(0.0)) == [("premium", 0.0, 0.25)]
+    journeys.tier_reserve.record_arrival("premium", 0.0)
+    assert journeys.tier_reserve.find_kept_fraction("free", 0.0) == pytest.approx(0.25)
