@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fulcrum" / "bench-router"
     harness = Path(folder)
-    _build_programs(harness, cache)
+    build_programs(harness, cache)
     ours, other = _describe_fulcrum(Path(sys.executable), port=7901), {}
     if options.compiled:
         ours["env"] = {"PYTHONPATH": str(compile_packages())}
@@ -76,13 +76,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _build_programs(harness: Path, cache: Path) -> None:
+def build_programs(harness: Path, cache: Path) -> Path:
+    """Compile the C programs of the harness; returns their folder."""
     programs = cache / "bin"
     programs.mkdir(parents=True, exist_ok=True)
     for name in ("mockvllm", "loadgen"):
         source, program = harness / f"{name}.c", programs / name
         if not program.exists() or program.stat().st_mtime < source.stat().st_mtime:
             subprocess.run(["cc", "-O2", "-w", "-o", program, source, "-lm"], check=True)
+    return programs
 
 
 def _install_vllm_router(cache: Path) -> None:

@@ -105,7 +105,7 @@ def make_load(workload: Workload, traces: Path | None) -> Load:
         return ComposedLoad(workload.name, profile)
     if traces is None:
         raise SystemExit(f"{workload.name} is a recording: name its folder by --traces")
-    recorded, _ = leave_out_overlong(load_trace(traces / workload.name), profile)
+    recorded, _ = leave_out_overlong(load_trace(traces / workload.name).requests, profile)
     return RecordedLoad(workload.name, recorded)
 
 
@@ -261,7 +261,7 @@ def measure_speed(traces: Path | None) -> list[Figure]:
     if traces is None:
         return [Figure("Azure Code hour × 1.5", "10 s, 500 MB", "not measured: no --traces", None)]
     options = make_options(Workload("", "", moving=False, smooth=False), ARROW)
-    recorded, _ = leave_out_overlong(load_trace(traces / "azure_code_2023.csv.gz"), options.profile)
+    recorded, _ = leave_out_overlong(load_trace(traces / "azure_code_2023.csv.gz").requests, options.profile)
     load = prepare_load(recorded, scale=1.5, speed=1.0, slo=options.slo, seed=1)
     started_s = time.process_time()
     simulate(load, options)

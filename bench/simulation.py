@@ -40,7 +40,7 @@ def main() -> int:
         slo=Slo(ttft_s=3.0, tpot_s=0.1),
         seed=arguments.seed,
     )
-    recorded, _ = leave_out_overlong(load_trace(arguments.trace), options.profile)
+    recorded, _ = leave_out_overlong(load_trace(arguments.trace).requests, options.profile)
     load = prepare_load(recorded, scale=SCALE, speed=1.0, slo=options.slo, seed=arguments.seed)
     started_s = time.process_time()
     result = simulate(load, options)

@@ -51,7 +51,7 @@ def play(trace: Path, *, speed: float, seconds: float, seed: int) -> dict[str, A
 
 def list_requests(trace: Path, *, speed: float, seconds: float, seed: int) -> list[WorkloadRequest]:
     """List the requests that `play` sends."""
-    requests = speed_up_arrivals(jitter_arrivals(load_trace(trace), seed=seed), speed)
+    requests = speed_up_arrivals(jitter_arrivals(load_trace(trace).requests, seed=seed), speed)
     return [request for request in requests if request.arrival_s < seconds]
 
 

@@ -97,9 +97,11 @@ async def serve_receiver(received: list[int]) -> AsyncIterator[str]:
 
 
 async def scrape(client: aiohttp.ClientSession, router: BenchRouter) -> None:
-    """Read the metrics once a second, until cancelled."""
+    """Read the metrics once a second as Prometheus does, in the format with exemplars, until cancelled."""
+    headers = {"accept": "application/openmetrics-text"}
     while True:
-        async with client.get(f"http://127.0.0.1:{router.metrics_port}/metrics") as response:
+        url = f"http://127.0.0.1:{router.metrics_port}/metrics"
+        async with client.get(url, headers=headers) as response:
             await response.read()
         await asyncio.sleep(SCRAPE_S)
 

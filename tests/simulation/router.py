@@ -51,6 +51,7 @@ class RoutedInstance(LearningInstance):
         self.error_share = 0.0
         self.itl_s: float | None = None
         self.kv_capacity_tokens: int | None = None
+        self.context_tokens: int | None = None
         self.batch_tokens = self.missed_probes = 0
         self.kv_lease_s = LEASE_S
 

@@ -1,6 +1,6 @@
 """The arrivals of a run: a workload at another rate, from 0 on, and long enough to be scored.
 
-A recording is sped up, as in published measurements: its bursts and phases become shorter, too. A composed
+A trace is sped up, as in published measurements: its bursts and phases become shorter, too. A composed
 workload gets another rate, and its phases keep their length.
 """
 
@@ -40,7 +40,7 @@ class Load(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RecordedLoad:
-    """A recording whose rate is multiplied by `scale`, with its times divided by `speed` and the factor."""
+    """A trace whose rate is multiplied by `scale`, with its times divided by `speed` and the factor."""
 
     name: str
     requests: Sequence[WorkloadRequest]
@@ -50,6 +50,19 @@ class RecordedLoad:
     def prepare(self, factor: float, *, slo: Slo, seed: int) -> list[WorkloadRequest]:
         """See `Load`."""
         return prepare_load(self.requests, scale=self.scale, speed=self.speed * factor, slo=slo, seed=seed)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedLoad:
+    """The requests of a service as it recorded them: neither moved nor repeated, at factor 1 only."""
+
+    name: str
+    requests: Sequence[WorkloadRequest]
+
+    def prepare(self, factor: float, *, slo: Slo, seed: int) -> list[WorkloadRequest]:  # noqa: ARG002
+        """See `Load`."""
+        assert factor == 1.0
+        return list(self.requests)
 
 
 @dataclass(frozen=True, slots=True)

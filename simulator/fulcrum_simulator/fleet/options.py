@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from fulcrum_core.api.meta import format_duration, parse_duration
+from fulcrum_core.api.pdservice import PDServiceSpec
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import EngineProfile
 from fulcrum_core.values import AdmissionMode, DispatchMode, OverloadAction, Slo
@@ -50,7 +51,8 @@ class Policy:
     `flip_downtime_s` is how long a flipped instance serves nothing; `token_budget` replaces the profile's.
     `dispatch` says where requests wait for prefill, `admission` and `tier_admission` (of all tiers) what is
     done about those that would be late;
-    `resplit_s` is the interval of the clairvoyant split.
+    `resplit_s` is the interval of the clairvoyant split. `deflects` lets decode instances compute prompts in
+    their spare time.
     """
 
     name: PolicyName
@@ -62,10 +64,12 @@ class Policy:
     admission: AdmissionMode = AdmissionMode.OFF
     tier_admission: TierAdmission = DEFAULT_TIER_ADMISSION
     resplit_s: float = RESPLIT_S
+    deflects: bool = False
 
     def __str__(self) -> str:
         queue = _QUEUE if self.dispatch is DispatchMode.QUEUE else ""
-        return self._name_policy() + queue + self._name_admission()
+        deflect = _DEFLECT if self.deflects else ""
+        return self._name_policy() + queue + deflect + self._name_admission()
 
     def _name_admission(self) -> str:
         tier = self.tier_admission
@@ -85,7 +89,7 @@ class Policy:
         return f"{self.name}:{self.prefill}P{self.decode}D"
 
 
-_QUEUE, _ENFORCE = "+queue", "+enforce"
+_QUEUE, _DEFLECT, _ENFORCE = "+queue", "+deflect", "+enforce"
 _DEGRADE = re.compile(r"(.+)\+degrade:([1-9]\d{0,6})")
 _SPLIT = re.compile(r"(arrow|balanced|static):(\d+)p(\d+)d")
 _BUDGET = re.compile(r"colocated(?::(\d+))?")
@@ -96,8 +100,9 @@ def parse_policy(text: str, *, instances: int) -> Policy:
     """Return the policy of this name; the error message lists all names.
 
     Without a split, flips start from an even one. With "+queue" behind it, requests wait in the router; with
-    "+enforce", those that would miss their objectives are refused; with "+degrade:TOKENS", answers are
-    limited before that, while decode is nearly full.
+    "+deflect", decode instances compute prompts in their spare time; with "+enforce", those that would miss
+    their objectives are refused; with "+degrade:TOKENS", answers are limited before that, while decode is
+    nearly full.
 
     Raises:
         InvalidInput: for another text, or a split that does not have `instances` instances or lacks a role.
@@ -110,6 +115,8 @@ def parse_policy(text: str, *, instances: int) -> Policy:
         tier = TierAdmission(action=OverloadAction.DEGRADE, max_output_tokens=int(found[2]))
         policy = parse_policy(found[1], instances=instances)
         return replace(policy, admission=AdmissionMode.ENFORCE, tier_admission=tier)
+    if name.endswith(_DEFLECT):
+        return replace(parse_policy(name.removesuffix(_DEFLECT), instances=instances), deflects=True)
     if name.endswith(_QUEUE):
         policy = parse_policy(name.removesuffix(_QUEUE), instances=instances)
         return replace(policy, dispatch=DispatchMode.QUEUE)
@@ -184,6 +191,8 @@ class RunOptions:
         reserved: Fraction of the instances that is reserved, by tier.
         unscored_share: Share of the time of arrivals, from its start, whose requests are not scored.
         drain_s: Longest time after the last arrival; what runs then is unfinished.
+        service: Settings of the simulated service, such as its thresholds; None: the default ones. Only the
+            policy and the objectives come from the other attributes.
         unsheddable_tiers: Tiers whose requests admission never refuses.
         lookahead_steps: Most engine steps skipped together; 1 executes each, with the same result.
     """
@@ -197,5 +206,6 @@ class RunOptions:
     reserved: Mapping[str, float] = field(default_factory=dict)
     unscored_share: float = 0.1
     drain_s: float = 600.0
+    service: PDServiceSpec | None = None
     unsheddable_tiers: frozenset[str] = frozenset()
     lookahead_steps: int = LOOKAHEAD_STEPS

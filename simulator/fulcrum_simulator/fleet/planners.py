@@ -1,7 +1,8 @@
-"""Policies to compare with that choose a split at intervals. They are simulated only, and never ship.
+"""Compared policies that choose a split at intervals. They exist only in the simulator.
 
-Each is what a published system does, in its own words in `docs/simulate.md`, cut down to instances of one
-kind whose number is fixed: such a planner may only move instances between the roles.
+The Dynamo-like and the Narwhal-like planner imitate published systems; the third knows the whole workload.
+`docs/simulate.md` describes all three. The number of instances is fixed and all have the same hardware:
+a planner can only change roles. It returns the split; `SplitController` flips the instances.
 """
 
 import math
@@ -18,7 +19,7 @@ from fulcrum_core.values import Role, Slo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecentTraffic:
-    """Requests of the last `TRAFFIC_WINDOW_S`: their rate, and the mean lengths of prompts and of answers."""
+    """Traffic of the last `TRAFFIC_WINDOW_S`: rate of requests, mean lengths of prompts and outputs."""
 
     rate_rps: float
     input_tokens: float
@@ -30,7 +31,7 @@ TRAFFIC_WINDOW_S = 180.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerView:
-    """What a planner knows at one time. The models are those that the router has learned."""
+    """What a planner knows at one time. The models are means of those that the router has learned."""
 
     now_s: float
     state: RouterState
@@ -53,16 +54,15 @@ class SplitPlanner(Protocol):
         """Seconds between two plans."""
 
     def plan(self, view: PlannerView) -> tuple[int, str]:
-        """Return the number of prefill instances to have, and why."""
+        """Return the desired number of prefill instances, and the reason."""
 
 
 class DynamoLikePlanner:
-    """NVIDIA Dynamo's planner: replicas for the forecast every 180 s, and one step by load every 5 s.
+    """NVIDIA Dynamo's planner: every 180 s a split by forecast, otherwise at most one flip by load every 5 s.
 
-    Forecast: the last window's rate and lengths (its constant predictor). Prefill needs rate·T(n), decode
-    rate·m·I/(batch within S_D) instances; the fixed number is divided in proportion. By load: one more of a
-    role if all of its engines exceed their objective and the other role, with one less, would keep 0.8 of
-    its own.
+    Forecast: the traffic of the last window repeats (Dynamo's constant predictor). The instances are divided
+    in proportion to `compute_needs`. Load: a role gets one more instance if all of its instances exceed their
+    objective, and the other role, with one instance less, would stay below 0.8 of its own.
     """
 
     interval_s = 5.0
@@ -106,7 +106,11 @@ def _keeps_prefill(prefill: Sequence[InstanceState], own_s: float, view: Planner
 
 
 def compute_needs(view: PlannerView) -> tuple[float, float]:
-    """Return the prefill and the decode instances that the traffic keeps busy within the objectives."""
+    """Return how many prefill and decode instances the traffic keeps busy, with TPOT within its objective.
+
+    Prefill: rate · T(n). Decode: rate · m · I / batch. T(n): prefill time of the mean prompt; m: mean output
+    tokens; I: ITL of the largest batch within the TPOT objective and the KV capacity.
+    """
     traffic, slo = view.traffic, view.slo
     prefill = traffic.rate_rps * view.prefill_model.ttft_s(traffic.input_tokens)
     context = traffic.input_tokens + traffic.output_tokens / 2
@@ -117,10 +121,10 @@ def compute_needs(view: PlannerView) -> tuple[float, float]:
 
 
 class NarwhalLikePlanner:
-    """Narwhal's planner: the best of the split and its two neighbours by their worst ratio to an objective.
+    """Narwhal's planner: of the current split and its two neighbours, the one with the lowest score.
 
-    The ratios are the predicted TTFT, TPOT and KV use after the change. A neighbour must be better by
-    `deadband` in two plans in a row.
+    The score is the worst ratio of predicted TTFT, TPOT and KV use to its limit. A neighbour must be better
+    by `deadband` in two plans in a row.
     """
 
     interval_s = 5.0
@@ -142,11 +146,11 @@ class NarwhalLikePlanner:
         self._proposed = best if better else None
         if better and confirmed:
             return best, f"worst ratio {scores[best]:.2f} instead of {scores.get(now, math.inf):.2f}"
-        return now, "no neighbour is better"
+        return now, "no neighbour was better twice in a row"
 
 
 def _score(view: PlannerView, prefill: int, decode: int) -> float:
-    """Return the worst ratio of predicted TTFT, TPOT and KV use to its limit under a split."""
+    """Return the worst ratio of predicted TTFT, TPOT and KV use to its limit, for a split."""
     instances, traffic, slo = view.state.instances, view.traffic, view.slo
     own_s = view.prefill_model.ttft_s(traffic.input_tokens)
     busy = min(0.98, traffic.rate_rps * own_s / prefill)
@@ -158,7 +162,7 @@ def _score(view: PlannerView, prefill: int, decode: int) -> float:
 
 
 class KnownSplitPlanner:
-    """The clairvoyant split: the prefill instances of each interval were computed from all arrivals."""
+    """The policy clairvoyant: returns a split per interval that was computed beforehand from all requests."""
 
     def __init__(self, interval_s: float, prefill: Sequence[int]) -> None:
         self.interval_s = interval_s
@@ -167,18 +171,24 @@ class KnownSplitPlanner:
     def plan(self, view: PlannerView) -> tuple[int, str]:
         """See `SplitPlanner`."""
         number = min(round(view.now_s / self.interval_s), len(self._prefill) - 1)
-        return self._prefill[number], "all arrivals are known"
+        return self._prefill[number], "all requests are known"
 
     @property
     def flips(self) -> int:
-        """Flips that the plan makes."""
+        """Number of flips that the planned splits need."""
         return sum(abs(after - before) for before, after in pairwise(self._prefill))
 
 
 def measure_traffic(
     arrivals: Sequence[tuple[float, int]], outputs: Sequence[int], *, window_s: float
 ) -> RecentTraffic:
-    """Measure the traffic from (arrival, prompt tokens) and from the answers that ended in the window."""
+    """Measure the traffic of a window.
+
+    Args:
+        arrivals: Arrival and prompt tokens of each request that arrived in the window.
+        outputs: Output tokens of those of these requests that have ended.
+        window_s: Length of the window.
+    """
     return RecentTraffic(
         rate_rps=len(arrivals) / window_s if window_s > 0 else 0.0,
         input_tokens=fmean(tokens for _, tokens in arrivals) if arrivals else 0.0,

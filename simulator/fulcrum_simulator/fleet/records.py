@@ -19,6 +19,7 @@ class RequestResult:
         "prefill_queue_s",
         "prefill_sent_s",
         "request",
+        "retry_after_s",
     )
 
     def __init__(self, request: WorkloadRequest) -> None:
@@ -27,6 +28,8 @@ class RequestResult:
         """None: it still ran when the run ended."""
         self.output_tokens = request.output_tokens
         """Of its answer; fewer than it asked for if admission limited them."""
+        self.retry_after_s = 0
+        """Seconds after which a refused request may be sent again."""
         self.prefill = self.decode = ""
         """Names of the instances that served the two legs last."""
         self.prefill_sent_s = 0.0

@@ -6,6 +6,7 @@ from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.router_state import InstanceState
 from fulcrum_core.values import KV_LEASE_S, EngineIdentity, Role
 from fulcrum_router.policy import Candidates
+from fulcrum_router.policy.intervals import PROBE_INTERVAL_S
 from fulcrum_router.policy.learning import LearningInstance
 from fulcrum_simulator.fleet.instance import SimulatedInstance
 
@@ -15,6 +16,7 @@ class RoutedInstance(LearningInstance):
 
     __slots__ = (
         "_batch_tokens",
+        "context_tokens",
         "engine_read_at_s",
         "engine_requests",
         "engine_waiting",
@@ -36,6 +38,7 @@ class RoutedInstance(LearningInstance):
         super().__init__(prefill, decode)
         self.instance, self.name, self.role = instance, instance.name, role
         self.kv_capacity_tokens = instance.kv_capacity_tokens
+        self.context_tokens: int | None = None
         self.serving = True
         self.error_share = 0.0
         self.identity: EngineIdentity | None = None
@@ -59,13 +62,14 @@ class RoutedInstance(LearningInstance):
         self.kv_usage, self.engine_waiting = gauges.kv_usage, gauges.waiting
         self.engine_requests = gauges.running + gauges.waiting
         samples = self.instance.take_samples().itl_s
-        self.itl_s = sum(samples) / len(samples) if samples else None
+        itl_s = sum(samples) / len(samples) if samples else None
+        self.itl_s = self.discount_deflected(itl_s, since_s=now_s - PROBE_INTERVAL_S)
         before = self._batch_tokens
         self._batch_tokens = now = self.measure_batch(
             kv_usage=self.kv_usage, kv_capacity_tokens=self.kv_capacity_tokens
         )
-        if self.itl_s and before and now:
-            self.learn_decode(tokens=(before + now) // 2, itl_s=self.itl_s)
+        if itl_s and before and now:
+            self.learn_decode(tokens=(before + now) // 2, itl_s=itl_s)
 
     def report(self, now_s: float, *, waiting_s: float, decode_is_full: bool) -> InstanceState:
         """Return what the router reports at its state port; `waiting_s` is the share of the waiting room."""

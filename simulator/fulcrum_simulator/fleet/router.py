@@ -57,7 +57,7 @@ class SimulatedRouter:
     """The router of one service; implements `routing.RoutingPort`.
 
     `flips` is None if dispatch proposes none. Requests wait in the router while every prefill instance has
-    work for `prefill_ahead_s`; infinite: they wait in the engines.
+    work for `prefill_ahead_s`; infinite: they wait in the engines. `deflects`: see `policy.deflection`.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class SimulatedRouter:
         hop_s: float,
         flips: FlipSettings | None,
         prefill_ahead_s: float = math.inf,
+        deflects: bool = False,
         priorities: Collection[int] = (),
         reserved: Mapping[str, float] = MappingProxyType({}),
         admission: AdmissionMode = AdmissionMode.OFF,
@@ -86,7 +87,7 @@ class SimulatedRouter:
         self._records: dict[str, RequestResult] = {}
         self._computed: dict[str, KvImportRequest] = {}
         self._context = JourneyContext(self.fleet, TransferPairs())
-        self._context.waiting_room.prefill_ahead_s = prefill_ahead_s
+        self._context.waiting_room.prefill_ahead_s, self._context.deflects = prefill_ahead_s, deflects
         self._context.decode_share.set_tiers(priorities, tpot_s=slo.tpot_s)
         self._context.tier_reserve.set_fractions(reserved)
         if prefill_ahead_s == math.inf:
@@ -220,8 +221,11 @@ class SimulatedRouter:
             self._computed.pop(request.id, None)
             on_end()
 
+        def take_refusal(retry_after_s: int) -> None:
+            record.retry_after_s = retry_after_s
+
         self.advance()
-        self._journeys.start(request, self.slo, on_token=take_token, on_end=end)
+        self._journeys.start(request, self.slo, on_token=take_token, on_end=end, on_refused=take_refusal)
 
     def find_record(self, leg: SimulatedLeg) -> RequestResult | None:
         """Return the record of a leg's request; None if the request has ended."""

@@ -5,7 +5,7 @@ All randomness is drawn from the seed, so that the same options and workload giv
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TypeVar
@@ -13,7 +13,6 @@ from typing import TypeVar
 from fulcrum_autoscaler.policy import AutoscalingRules
 from fulcrum_core.api.pdassignment import PDAssignmentSpec, RoleAssignment
 from fulcrum_core.api.pdservice import PDServiceSpec
-from fulcrum_core.api.router import DispatchSpec
 from fulcrum_core.assignment import AssignmentRules
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.profiles import EngineProfile
@@ -46,6 +45,8 @@ class RunResult:
     """What happened in a run. `first_scored_s`: requests that arrived earlier are not scored."""
 
     options: RunOptions
+    first_roles: Mapping[str, Role]
+    """Role of each instance before the first flip."""
     records: tuple[RequestResult, ...]
     flips: tuple[SimulatedFlip, ...]
     samples: tuple[Sample, ...]
@@ -104,6 +105,8 @@ class _Simulation:
         self._is_lost = False
         """Whether the attainment cannot be reached any more."""
         self._engine_failures = 0
+        default = PDServiceSpec(model="simulated", instances=options.instances)
+        self._spec = options.service or default
         self._instances = self._build_instances()
         self._router = self._build_router()
         self._autoscaler = self._build_autoscaler()
@@ -170,9 +173,10 @@ class _Simulation:
             slo=options.slo,
             hop_s=options.control.hop_s,
             flips=flips if options.policy.name in FLIPPING - {PolicyName.BALANCED} else None,
-            prefill_ahead_s=DispatchSpec().prefill_ahead
+            prefill_ahead_s=self._spec.router.dispatch.prefill_ahead
             if options.policy.dispatch is DispatchMode.QUEUE
             else math.inf,
+            deflects=options.policy.deflects,
             priorities={request.priority for request in self._workload},
             reserved=options.reserved,
             admission=options.policy.admission,
@@ -187,9 +191,9 @@ class _Simulation:
         return router
 
     def _build_rules(self) -> AutoscalingRules:
-        """Return the rules of a PDService with default settings."""
+        """Return the rules of the service, with the policy of this run."""
         names = (instance.name for instance in self._instances)
-        spec = PDServiceSpec(model="simulated", instances=self._options.instances)
+        spec = self._spec
         rules = AutoscalingRules.from_spec(
             spec,
             assignment_rules=AssignmentRules(
@@ -294,6 +298,10 @@ class _Simulation:
         times = [instance.busy_s for instance in self._instances]
         return RunResult(
             options=self._options,
+            first_roles={
+                instance.name: _choose_role(self._options.policy, number)
+                for number, instance in enumerate(self._instances)
+            },
             records=tuple(self._records),
             flips=tuple(autoscaler.flips) if autoscaler else (),
             samples=tuple(self._router.samples),

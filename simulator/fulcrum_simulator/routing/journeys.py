@@ -143,12 +143,14 @@ class SimulatedJourneys(Generic[V]):
         *,
         on_token: Callable[[OutputToken], None],
         on_end: Callable[[Outcome], None],
+        on_refused: Callable[[int], None] = lambda _retry_after_s: None,
     ) -> None:
         """Serve a request that arrives now.
 
-        `on_end` is called once, at once or later; after it no further token comes.
+        `on_end` is called once, at once or later; after it no further token comes. If the request is refused,
+        `on_refused` is called before it with the seconds of `Retry-After`.
         """
-        run = _Run(self, request, slo, on_token, on_end)
+        run = _Run(self, request, slo, on_token, on_end, on_refused)
         run.act(run.journey.begin(self.port.now_s()))
 
     def assignment_applied(self) -> None:
@@ -198,6 +200,7 @@ class _Run:
         "_leg_tokens",
         "_legs_sent",
         "_on_end",
+        "_on_refused",
         "_on_token",
         "_prefill_leg",
         "_request",
@@ -214,9 +217,10 @@ class _Run:
         slo: Slo,
         on_token: Callable[[OutputToken], None],
         on_end: Callable[[Outcome], None],
+        on_refused: Callable[[int], None],
     ) -> None:
         self._routing, self._request = routing, request
-        self._on_token, self._on_end = on_token, on_end
+        self._on_token, self._on_end, self._on_refused = on_token, on_end, on_refused
         deadline_s = routing.port.now_s() + slo.ttft_s
         work = Work(
             request.prompt_tokens,
@@ -247,7 +251,10 @@ class _Run:
         elif action is Action.ASK_FOR_FLIP:
             self._routing.wait_for_flip(self)
         elif action is Action.FAIL:
-            self._on_end(Outcome.FAILED if self.journey.refusal is None else Outcome.REFUSED)
+            refusal = self.journey.refusal
+            if refusal is not None:
+                self._on_refused(refusal.retry_after_s)
+            self._on_end(Outcome.FAILED if refusal is None else Outcome.REFUSED)
         elif action is Action.BREAK:
             self._on_end(Outcome.BROKEN)
         elif action is Action.END:

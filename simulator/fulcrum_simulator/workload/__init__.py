@@ -19,8 +19,8 @@ from fulcrum_simulator.workload.generated import (
     generate_steady,
 )
 from fulcrum_simulator.workload.prefix_hits import leave_out_prefix_hits
-from fulcrum_simulator.workload.recorded import Recording, load_recording, load_trace
 from fulcrum_simulator.workload.requests import LengthLimit, OverlongRequests, WorkloadRequest
+from fulcrum_simulator.workload.traces import Trace, load_trace
 from fulcrum_simulator.workload.transforms import (
     alternate_workloads,
     jitter_arrivals,
@@ -41,7 +41,7 @@ __all__ = [
     "LengthLimit",
     "MixPeriod",
     "OverlongRequests",
-    "Recording",
+    "Trace",
     "TrafficMix",
     "WorkloadPhase",
     "WorkloadRequest",
@@ -51,7 +51,6 @@ __all__ = [
     "generate_steady",
     "jitter_arrivals",
     "leave_out_prefix_hits",
-    "load_recording",
     "load_trace",
     "repeat_until",
     "scale_rate",

@@ -1,12 +1,13 @@
-"""Composed workloads: two mixes of traffic that take turns, drift into each other, or keep their shares.
+"""Composed workloads: two traffic mixes that alternate, blend into each other or keep their shares.
 
-With them the value of moving instances between the roles is measured. One mix is nearly all prefill work, the
-other nearly all decode work, and at factor 1 each of them needs about half of eight `l70-h100-tp4` instances
-(W_P + W_D of bound B1), so that the total work hardly moves while the best split does. The lengths are four
-times those of the clients that the mixes are modelled on: the same work with a quarter of the requests.
+They measure what flips gain. Of the first pair, one mix is nearly all prefill work and the other nearly all
+decode work. At factor 1, each needs about half of eight `l70-h100-tp4` instances (W_P + W_D of bound B1): the
+best split changes, and the total work hardly does. The workloads `code-chat-…` use a second pair, code
+completion and chat. All lengths are 2 to 6 times those of the recorded traffic: fewer requests for the same
+work.
 
-The workloads `tiers…` measure admission instead: tenants of three tiers send code and chat, and in two of the
-three a tenant of the lowest tier floods the service for a third of the time.
+The workloads `tiers…` measure admission. Tenants of three tiers send code and chat. In `tiers-flood` and
+`tiers-prompt-flood`, one more tenant of the lowest tier overloads the service in the middle third.
 """
 
 import random
@@ -25,7 +26,7 @@ from fulcrum_simulator.workload.generated import (
 from fulcrum_simulator.workload.requests import WorkloadRequest
 
 Share = Callable[[float], float]
-"""Share of the first mix at a time in seconds, 0 to 1."""
+"""Gives the share of the first mix, 0 to 1, at a time in seconds."""
 
 _LONG_PROMPTS = PREFILL_HEAVY.scaled(input=4.0, output=2.0)
 _LONG_ANSWERS = DECODE_HEAVY.scaled(input=4.0, output=4.0)
@@ -47,7 +48,7 @@ def _alternate(
 def _blend(
     first: tuple[TrafficMix, float], second: tuple[TrafficMix, float], share: Share, *, duration_s: float
 ) -> Callable[[float, int], list[WorkloadRequest]]:
-    """Two Poisson processes, each thinned by its share of the time."""
+    """Two Poisson processes; each arrival is kept with the share that its mix has at that time."""
 
     def generate(factor: float, seed: int) -> list[WorkloadRequest]:
         rng = random.Random(seed)
@@ -65,16 +66,16 @@ def _blend(
 
 
 def _triangle(period_s: float) -> Share:
-    """A wave from 1 to 0 and back, in straight lines."""
+    """A triangle wave: from 1 to 0 and back in each period."""
     return lambda at_s: abs(1.0 - 2.0 * ((at_s / period_s) % 1.0))
 
 
 def mix_tiers(
     flood: Sequence[tuple[TrafficMix, float]], *, duration_s: float = 900.0
 ) -> Callable[[float, int], list[WorkloadRequest]]:
-    """Three tiers; at factor 1 the fleet could serve code and chat at their rates together.
+    """Code and chat from tenants of three tiers: at factor 1, half of the load that the fleet can serve.
 
-    In the middle third a tenant of the lowest tier sends `flood`, at five times the rate that is served.
+    In the middle third, one more tenant of the lowest tier sends each mix of `flood` at five times its rate.
     """
 
     def generate(factor: float, seed: int) -> list[WorkloadRequest]:
@@ -105,7 +106,7 @@ _TENANTS = (
     ("free", -10, "hobby", 0.1, _ALWAYS),
 )
 _FLOOD = ("free", -10, "flood", 5.0, (1 / 3, 2 / 3))
-"""Tier, priority, tenant, share of the rate that the fleet can serve, and part of the time that it sends."""
+"""Tier, priority, tenant, factor of the rates of its mixes, start and end as shares of the duration."""
 
 FLOODS: Mapping[str, Sequence[tuple[TrafficMix, float]]] = MappingProxyType(
     {
@@ -114,7 +115,7 @@ FLOODS: Mapping[str, Sequence[tuple[TrafficMix, float]]] = MappingProxyType(
         "tiers-prompt-flood": ((_LONG_PROMPTS, 2 * _LONG_PROMPTS_RPS),),
     }
 )
-"""By name: what floods the workload with three tiers."""
+"""By workload name: mixes and rates that the flooding tenant sends; empty: no flood."""
 
 COMPOSED: Mapping[str, Callable[[float, int], list[WorkloadRequest]]] = MappingProxyType(
     {
@@ -128,4 +129,4 @@ COMPOSED: Mapping[str, Callable[[float, int], list[WorkloadRequest]]] = MappingP
         "code-chat-stationary": _blend(*_CODE_AND_CHAT, lambda _at_s: 0.5, duration_s=900.0),
     }
 )
-"""Generators by the name of the workload: a factor of the rate and a seed give requests by arrival."""
+"""Generators by workload name. Called with a rate factor and a seed; returns requests in order of arrival."""

@@ -1,7 +1,7 @@
 """Generated workloads: bursty code completion, steady chat, and traffic that alternates between two mixes.
 
 A workload is a sequence of phases, each with a rate, a burstiness and distributions of the two lengths. The
-same seed draws the same requests. The parameters are from published recordings:
+same seed draws the same requests. The parameters are from published traces:
 
 * code completion: Azure LLM inference trace 2023, code (Patel et al., "Splitwise", ISCA 2024);
 * chat: one day of a large general model (Xiang et al., "ServeGen", arXiv 2505.09999, `m-large`, day 4);
@@ -66,7 +66,7 @@ class TrafficMix:
         return TrafficMix(self.name, self.input.scaled(input), self.output.scaled(output))
 
 
-# sigma = sqrt(2·ln(mean/median)); medians, means and maxima of the recordings: in 1,469/2,048, out 13/28.
+# sigma = sqrt(2·ln(mean/median)); medians, means and maxima of the traces: in 1,469/2,048, out 13/28.
 CODE = TrafficMix(
     "code completion", LengthDistribution(1469, 0.815, 7437), LengthDistribution(13, 1.24, 1899)
 )
@@ -158,9 +158,9 @@ def generate_moving(*, periods: tuple[MixPeriod, ...], duration_s: float, seed: 
 
 
 BURST_S = (60.0, 240.0)  # Azure code: bursts of one to four minutes
-# 217 s is the longest silence of the recording; this mean leaves about a third of the time empty.
+# 217 s is the longest silence of the trace; this mean leaves about a third of the time empty.
 SILENCE_MEAN_S, SILENCE_MAX_S = 80.0, 217.0
-BURST_GAP_CV = 2.0  # within a burst; 4.5 over the whole recording with gaps above 20 s left out
+BURST_GAP_CV = 2.0  # within a burst; 4.5 over the whole trace with gaps above 20 s left out
 
 
 def generate_bursty(

@@ -1,4 +1,4 @@
-"""The layouts of workload files: our own, and those in which recordings of LLM traffic are published.
+"""The layouts of trace files: our own, and those in which traces of LLM traffic are published.
 
 A layout names the fields of arrival and lengths, and how the arrival is written. A file is recognised by the
 columns of its header (CSV) or the keys of its first object (JSON lines).

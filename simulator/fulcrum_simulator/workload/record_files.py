@@ -1,4 +1,4 @@
-"""Reads workload files, plain or gzip, CSV or JSON lines, as records of named fields; see `layouts`.
+"""Reads trace files, plain or gzip, CSV or JSON lines, as records of named fields; see `layouts`.
 
 A file is read line by line, so that its size does not matter, and no line may be longer than a limit.
 """

@@ -54,7 +54,7 @@ def launch(profile: Path | str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def ready(process: subprocess.Popen[str]) -> Server:
-    """Wait for the ready line of a server."""
+    """Wait for the ready line of a server; fails after `DEADLINE_S`. Return its ports."""
     assert process.stdout is not None
     readable, _, _ = select.select([process.stdout], [], [], DEADLINE_S)
     line = process.stdout.readline() if readable else ""
@@ -64,7 +64,7 @@ def ready(process: subprocess.Popen[str]) -> Server:
 
 
 class Client:
-    """The HTTP requests of the tests."""
+    """HTTP client of the tests for engine servers."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
@@ -76,7 +76,7 @@ class Client:
             return reply.status, await reply.json(content_type=None)
 
     async def complete(self, server: Server, prompt: str, tokens: int, **fields: Any) -> dict[str, Any]:
-        """Send a completion; asserts status 200 and returns the response."""
+        """Send a completion request, assert status 200 and return the response."""
         body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, **fields}
         status, response = await self.post(server, "/v1/completions", body)
         assert status == 200, response
@@ -88,7 +88,7 @@ class Client:
         return text
 
     async def prefill(self, server: Server, prompt: str) -> dict[str, Any]:
-        """Send a prefill leg; returns the KV transfer parameters."""
+        """Send a prefill leg and return the KV transfer parameters."""
         response = await self.complete(server, prompt, 1, kv_transfer_params=PREFILL_ONLY)
         kv_transfer_params: dict[str, Any] = response["kv_transfer_params"]
         return kv_transfer_params
@@ -101,7 +101,7 @@ class Client:
     async def stream(
         self, server: Server, path: str, body: dict[str, Any], headers: dict[str, str] | None = None
     ) -> list[str]:
-        """Return the data of every event of a streamed response."""
+        """Send a streamed request, assert status 200 and return the data of every event."""
         body = {"model": MODEL, "stream": True, **body}
         async with self._session.post(server.url + path, json=body, headers=headers) as response:
             assert response.status == 200
@@ -112,7 +112,7 @@ class Client:
         return [event.removeprefix("data: ") for event in events]
 
     async def metric(self, server: Server, name: str, label: str = "") -> float:
-        """Return the sum of the series of this name with this label."""
+        """Return the sum of the series of this name whose line contains `label`; 0 if there are none."""
         async with self._session.get(server.url + "/metrics") as response:
             lines = (await response.text()).splitlines()
         return sum(
@@ -135,7 +135,7 @@ class Client:
         assert (status, response) == (200, {"kind": kind})
 
     async def wait_until_idle(self, server: Server) -> None:
-        """Wait until the server has no requests, blocks and leases."""
+        """Wait until the server has no requests, no KV blocks in use and no leases."""
         await wait_until(lambda: self._is_idle(server))
 
     async def _is_idle(self, server: Server) -> bool:
@@ -144,23 +144,22 @@ class Client:
 
 
 async def wait_for_exit(server: Server) -> int:
-    """Wait for the process to end; returns its exit code."""
-
+    """Wait until the process has ended and return its exit code."""
     await wait_until(lambda: server.process.poll() is not None, "the process has ended")
     return int(server.process.returncode)
 
 
 def prompt_of(name: str, tokens: int = 100) -> str:
-    """Return a prompt of this many tokens that differs from that of any other name from its first byte on."""
+    """Return a prompt of this many tokens. Prompts of different names differ in their first KV block."""
     return (f"{name} " * tokens * 4)[: tokens * 4]
 
 
 def expected_text(prompt: str, tokens: int) -> str:
-    """Return the correct output text."""
+    """Return the text that a correct engine generates for this prompt."""
     return output_text(prompt_digest(prompt.encode()), tokens)
 
 
 async def fill_cache(client: Client, server: Server, name: str) -> None:
-    """Overwrite every free block."""
+    """Overwrite every free KV block, with two long prompts."""
     for part in range(2):
         await client.complete(server, prompt_of(f"{name} {part}", BLOCK_TOKENS * BLOCKS - 50), 1)

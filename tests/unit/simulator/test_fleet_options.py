@@ -41,8 +41,8 @@ def test_splits_are_named_as_they_are_parsed() -> None:
     assert [str(policy) for policy in list_splits(4)] == ["static:1P3D", "static:2P2D", "static:3P1D"]
     assert parse_policy("STATIC:3p1d", instances=4) == Policy(PolicyName.STATIC, 3, 1)
     names = ("arrow:3P1D", "colocated", "colocated:512", "cold:1m", "arrow:3P1D+queue")
-    admission = ("arrow:3P1D+queue+enforce", "static:3P1D+degrade:64")
-    for name in (*names, *admission, "dynamo-like", "narwhal-like", "clairvoyant:1m"):
+    behind = ("balanced:3P1D+queue+deflect", "arrow:3P1D+queue+enforce", "static:3P1D+degrade:64")
+    for name in (*names, *behind, "dynamo-like", "narwhal-like", "clairvoyant:1m"):
         assert str(parse_policy(name, instances=4)) == name
 
 

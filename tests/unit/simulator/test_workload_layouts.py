@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fulcrum_core.errors import InvalidInput
-from fulcrum_simulator.workload import Recording, WorkloadRequest, load_recording
+from fulcrum_simulator.workload import Trace, WorkloadRequest, load_trace
 from fulcrum_simulator.workload.record_files import LINE_LENGTH_MAX
 
 
@@ -29,7 +29,7 @@ BURST_GPT_3 = "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response t
                 "2023-11-16 18:17:03.9799600,4808,10",
                 "2023-11-16 18:17:04.0319600,3180,8",
             ),
-            Recording("Azure", (WorkloadRequest(0.0, 4808, 10), WorkloadRequest(0.052, 3180, 8)), 0),
+            Trace("Azure", (WorkloadRequest(0.0, 4808, 10), WorkloadRequest(0.052, 3180, 8)), 0),
             id="Azure 2023",
         ),
         pytest.param(
@@ -38,12 +38,12 @@ BURST_GPT_3 = "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response t
                 "2024-05-10 23:59:59.500000+00:00,200,20",
                 "2024-05-11 00:00:10+00:00,300,30",
             ),
-            Recording("Azure", (WorkloadRequest(0.0, 200, 20), WorkloadRequest(10.5, 300, 30)), 0),
+            Trace("Azure", (WorkloadRequest(0.0, 200, 20), WorkloadRequest(10.5, 300, 30)), 0),
             id="Azure 2024",
         ),
         pytest.param(
             (BURST_GPT, "5,ChatGPT,472,18,490,Conversation log", "45,GPT-4,1087,230,1317,API log"),
-            Recording("BurstGPT", (WorkloadRequest(0.0, 472, 18), WorkloadRequest(40.0, 1087, 230)), 0),
+            Trace("BurstGPT", (WorkloadRequest(0.0, 472, 18), WorkloadRequest(40.0, 1087, 230)), 0),
             id="BurstGPT",
         ),
         pytest.param(
@@ -52,12 +52,12 @@ BURST_GPT_3 = "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response t
                 "19440110.0,1722ac82-0a46-4bf0-aa08-89794e7a2b3f,43,GPT-4,906,446,1352,Conversation log",
                 "19440161.5,d5983bf9-4b48-497b-892b-a58995247443,2,ChatGPT,36,29,65,Conversation log",
             ),
-            Recording("BurstGPT", (WorkloadRequest(0.0, 906, 446), WorkloadRequest(51.5, 36, 29)), 0),
+            Trace("BurstGPT", (WorkloadRequest(0.0, 906, 446), WorkloadRequest(51.5, 36, 29)), 0),
             id="BurstGPT with sessions",
         ),
         pytest.param(
             ("request_id,timestamp,input_tokens,output_tokens", "0,0.5,10,20", "1,1.25,15,25"),
-            Recording("ServeGen", (WorkloadRequest(0.0, 10, 20), WorkloadRequest(0.75, 15, 25)), 0),
+            Trace("ServeGen", (WorkloadRequest(0.0, 10, 20), WorkloadRequest(0.75, 15, 25)), 0),
             id="ServeGen",
         ),
         pytest.param(
@@ -65,20 +65,18 @@ BURST_GPT_3 = "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response t
                 '{"timestamp": 3000, "input_length": 600, "output_length": 4, "hash_ids": [7, 8]}',
                 '{"timestamp": 3277, "input_length": 28, "output_length": 445, "hash_ids": []}',
             ),
-            Recording("Mooncake", (WorkloadRequest(0.0, 600, 4, (7, 8)), WorkloadRequest(0.277, 28, 445)), 0),
+            Trace("Mooncake", (WorkloadRequest(0.0, 600, 4, (7, 8)), WorkloadRequest(0.277, 28, 445)), 0),
             id="Mooncake",
         ),
         pytest.param(
             ('{"chat_id": 159, "timestamp": 61.5, "input_length": 521, "output_length": 132, "turn": 2}',),
-            Recording("Qwen Bailian", (WorkloadRequest(0.0, 521, 132),), 0),
+            Trace("Qwen Bailian", (WorkloadRequest(0.0, 521, 132),), 0),
             id="Qwen Bailian, whose timestamps are seconds",
         ),
     ],
 )
-def test_a_published_layout_is_recognised(
-    tmp_path: Path, lines: tuple[str, ...], expected: Recording
-) -> None:
-    loaded = load_recording(write(tmp_path, *lines))
+def test_a_published_layout_is_recognised(tmp_path: Path, lines: tuple[str, ...], expected: Trace) -> None:
+    loaded = load_trace(write(tmp_path, *lines))
     rounded = [round(request.arrival_s, 6) for request in loaded.requests]
     assert (loaded.layout, rounded, loaded.failed) == (
         expected.layout,
@@ -92,19 +90,19 @@ def test_a_published_layout_is_recognised(
 
 def test_requests_that_burst_gpt_marks_as_failed_are_left_out_and_counted(tmp_path: Path) -> None:
     path = write(tmp_path, BURST_GPT, "5,GPT-4,0,0,0,API log", "7,GPT-4,10,3,13,API log")
-    assert load_recording(path) == Recording("BurstGPT", (WorkloadRequest(2.0, 10, 3),), failed=1)
+    assert load_trace(path) == Trace("BurstGPT", (WorkloadRequest(2.0, 10, 3),), failed=1)
 
 
 def test_our_own_arrivals_keep_their_start(tmp_path: Path) -> None:
     path = write(tmp_path, "arrival_s,input_tokens,output_tokens", "2.5,1,1")
-    assert load_recording(path) == Recording("Fulcrum", (WorkloadRequest(2.5, 1, 1),), 0)
+    assert load_trace(path) == Trace("Fulcrum", (WorkloadRequest(2.5, 1, 1),), 0)
 
 
 def test_json_lines_may_be_packed_and_hold_empty_lines(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl.gz"
     line = '{"timestamp": 0, "input_length": 1, "output_length": 1}'
     path.write_bytes(gzip.compress(f"{line}\n\n{line}\n".encode()))
-    assert len(load_recording(path).requests) == 2
+    assert len(load_trace(path).requests) == 2
 
 
 MOONCAKE = '{"timestamp": 0, "input_length": 1, "output_length": 1}'
@@ -161,11 +159,11 @@ def test_an_invalid_file_is_rejected_in_one_line(
 ) -> None:
     path = write(tmp_path, *lines)
     with pytest.raises(InvalidInput) as caught:
-        load_recording(path)
+        load_trace(path)
     assert str(caught.value) == f"{path}{message}"
 
 
 def test_a_file_with_too_many_requests_is_rejected(tmp_path: Path) -> None:
     path = write(tmp_path, MOONCAKE, MOONCAKE, MOONCAKE)
     with pytest.raises(InvalidInput, match=r":3 \(3\) is above the limit of 2 requests"):
-        load_recording(path, requests_max=2)
+        load_trace(path, requests_max=2)

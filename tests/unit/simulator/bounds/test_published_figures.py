@@ -27,7 +27,7 @@ from fulcrum_simulator.workload.transforms import speed_up_arrivals
 
 FOLDER = os.environ.get("FULCRUM_TRACES")
 
-pytestmark = pytest.mark.skipif(FOLDER is None, reason="FULCRUM_TRACES does not name a folder of recordings")
+pytestmark = pytest.mark.skipif(FOLDER is None, reason="FULCRUM_TRACES does not name a folder of traces")
 
 CODE, LONG = "azure_code_2023", "mooncake_conversation"
 SLOS = {
@@ -40,7 +40,7 @@ SLOS = {
 
 @cache
 def load(trace: str) -> tuple[WorkloadRequest, ...]:
-    return load_trace(Path(str(FOLDER)) / f"{trace}.csv.gz")
+    return load_trace(Path(str(FOLDER)) / f"{trace}.csv.gz").requests
 
 
 def make_fleet(trace: str, profile: str, instances: int = 8) -> UniformFleet:
@@ -54,7 +54,7 @@ def is_reached(
     fleet: UniformFleet,
     attainment: float,
 ) -> bool:
-    """Whether that share of a recording is on time at a rate; higher rates never have more on time.
+    """Whether that share of a trace is on time at a rate; higher rates never have more on time.
 
     So two rates show between which the highest one lies, for a fifteenth of the time of a search.
     """

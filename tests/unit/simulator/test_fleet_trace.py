@@ -23,7 +23,7 @@ SLO = Slo(ttft_s=3.0, tpot_s=0.1)
 PART_S = 600.0
 
 pytestmark = [
-    pytest.mark.skipif(FOLDER is None, reason="FULCRUM_TRACES does not name a folder of recordings"),
+    pytest.mark.skipif(FOLDER is None, reason="FULCRUM_TRACES does not name a folder of traces"),
     pytest.mark.timeout(600),
 ]
 
@@ -31,7 +31,7 @@ pytestmark = [
 @cache
 def measure_attainment(policy: str, *, speed: float) -> float:
     assert FOLDER is not None
-    whole = load_trace(Path(FOLDER) / "azure_code_2023.csv.gz")
+    whole = load_trace(Path(FOLDER) / "azure_code_2023.csv.gz").requests
     recorded = [request for request in whole if request.arrival_s < PART_S]
     load = prepare_load(recorded, scale=1.0, speed=speed, slo=SLO, seed=1)
     options = RunOptions(

@@ -1,4 +1,4 @@
-"""Loads recorded workloads, in our own layout or in a published one (see `layouts`).
+"""Loads traces (recorded workloads), in our own layout or in a published one (see `layouts`).
 
 If one request is invalid, the whole file is rejected: a workload without some of its requests would distort
 every measurement. Only requests that a publisher marks as failed, by 0 output tokens, are left out.
@@ -19,8 +19,8 @@ REQUESTS_MAX = 6_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
-    """The requests of a file, in its order, and the name of its layout.
+class Trace:
+    """A recorded workload: the requests of a file, in its order, and the name of its layout.
 
     `failed` counts the requests that the publisher marked as failed; they are left out.
     """
@@ -30,12 +30,7 @@ class Recording:
     failed: int
 
 
-def load_trace(path: str | Path) -> tuple[WorkloadRequest, ...]:
-    """Load all requests of a file, in its order; see `load_recording`."""
-    return load_recording(path).requests
-
-
-def load_recording(path: str | Path, *, requests_max: int = REQUESTS_MAX) -> Recording:
+def load_trace(path: str | Path, *, requests_max: int = REQUESTS_MAX) -> Trace:
     """Load a file. Arrivals in a published layout become seconds since the first request.
 
     Raises:
@@ -47,7 +42,7 @@ def load_recording(path: str | Path, *, requests_max: int = REQUESTS_MAX) -> Rec
         requests = tuple(reader.read(records))
     if not requests:
         raise InvalidInput(str(path), "0 requests", "must hold at least one request")
-    return Recording(layout.name, requests, reader.failed)
+    return Trace(layout.name, requests, reader.failed)
 
 
 class _RequestReader:

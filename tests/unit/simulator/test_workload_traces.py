@@ -24,19 +24,19 @@ def write_trace(folder: Path, *lines: str) -> Path:
 
 def test_a_plain_file_yields_its_rows_in_order(tmp_path: Path) -> None:
     path = write_trace(tmp_path, HEADER, "0.0,10,2", "0.5,7,1")
-    assert load_trace(path) == (WorkloadRequest(0.0, 10, 2), WorkloadRequest(0.5, 7, 1))
+    assert load_trace(path).requests == (WorkloadRequest(0.0, 10, 2), WorkloadRequest(0.5, 7, 1))
 
 
 def test_a_gzip_file_is_read_whatever_its_name(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     path.write_bytes(gzip.compress(f"{HEADER}\n1,2,3\n".encode()))
-    assert load_trace(path) == (WorkloadRequest(1.0, 2, 3),)
+    assert load_trace(path).requests == (WorkloadRequest(1.0, 2, 3),)
 
 
 def test_a_byte_order_mark_before_the_header_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(f"{HEADER}\n1,2,3\n", encoding="utf-8-sig")
-    assert load_trace(path) == (WorkloadRequest(1.0, 2, 3),)
+    assert load_trace(path).requests == (WorkloadRequest(1.0, 2, 3),)
 
 
 def test_columns_may_be_in_any_order_and_optional_ones_are_kept(tmp_path: Path) -> None:
@@ -46,7 +46,10 @@ def test_columns_may_be_in_any_order_and_optional_ones_are_kept(tmp_path: Path) 
         "c7,3,0 1 2,9,0.25",
         ",1,,4,1",
     )
-    assert load_trace(path) == (WorkloadRequest(0.25, 9, 3, (0, 1, 2), "c7"), WorkloadRequest(1.0, 4, 1))
+    assert load_trace(path).requests == (
+        WorkloadRequest(0.25, 9, 3, (0, 1, 2), "c7"),
+        WorkloadRequest(1.0, 4, 1),
+    )
 
 
 @pytest.mark.parametrize(
