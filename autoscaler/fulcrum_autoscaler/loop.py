@@ -191,6 +191,7 @@ class ServiceAutoscaler:
             service.spec, self._objects.pools(), self._objects.instances()
         )
         rules = AutoscalingRules.from_spec(service.spec, assignment_rules=assignment_rules)
+        self._metrics.record_rules(rules)
         policy_state, decision = self._policy_state, self._hold_decision(trigger, "not decided yet")
 
         async def propose(current: PDAssignment) -> PDAssignmentSpec | None:

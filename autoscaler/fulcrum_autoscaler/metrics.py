@@ -5,9 +5,9 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from fulcrum_autoscaler.policy import DecisionAction, FlipDecision, Loads, Observation
+from fulcrum_autoscaler.policy import AutoscalingRules, DecisionAction, FlipDecision, Loads, Observation
 from fulcrum_cluster.tracing import RootSpans
-from fulcrum_core.values import Role
+from fulcrum_core.values import FlipPolicy, Role
 
 _UNKNOWN = float("nan")
 _SERVICE_LABELS = ["namespace", "service"]
@@ -33,6 +33,13 @@ class AutoscalerMetrics:
             "fulcrum_autoscaler_assigned_instances",
             "Instances assigned to a role.",
             [*_SERVICE_LABELS, "role"],
+            registry=self.registry,
+        )
+        self.threshold = Gauge(
+            "fulcrum_autoscaler_threshold_ratio",
+            "Load of decode from which policy arrow flips: expand, above it to decode; shrink, below it to "
+            "prefill.",
+            [*_SERVICE_LABELS, "threshold"],
             registry=self.registry,
         )
         self.router_state_age = Gauge(
@@ -65,6 +72,7 @@ class AutoscalerMetrics:
         for family in (
             self.load,
             self.assigned_instances,
+            self.threshold,
             self.router_state_age,
             self.decisions,
             self.flips,
@@ -82,6 +90,12 @@ class ServiceMetrics:
         self._families = autoscaler_metrics or AutoscalerMetrics()
         self._labels = {"namespace": namespace, "service": service}
         self.write_conflicts = self._families.write_conflicts.labels(**self._labels)
+
+    def record_rules(self, rules: AutoscalingRules) -> None:
+        """Set the gauges of the thresholds; without policy arrow there are none."""
+        arrow = rules.policy is FlipPolicy.ARROW
+        for name, value in (("expand", rules.expand), ("shrink", rules.shrink)):
+            self._families.threshold.labels(**self._labels, threshold=name).set(value if arrow else _UNKNOWN)
 
     def record_observation(self, observation: Observation, *, now_s: float) -> None:
         """Set the gauges that describe an observation. `now_s` is unix time."""

@@ -27,6 +27,8 @@ class Options:
     router_state: str
     """URL of a router's state port; `{service}` and `{namespace}` are replaced for each service."""
     token_file: Path
+    state_ca: Path | None
+    """Authorities of state ports with TLS, as PEM; None: their certificates are not accepted."""
     host: str
     port: int
     log_level: str
@@ -58,6 +60,7 @@ def parse_options(arguments: Sequence[str] | None) -> Options:
         store=parsed.store,
         router_state=parsed.router_state or IN_CLUSTER_ROUTER_STATE_URL,
         token_file=parsed.token_file,
+        state_ca=parsed.state_ca,
         host=parsed.host,
         port=parsed.port,
         log_level=parsed.log_level,
@@ -106,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="file with the bearer token for state ports; read for every request",
     )
+    add("--state-ca", type=Path, help="PEM file with the authorities of state ports with TLS")
     add_log_level_option(parser)
     add("--host", default="127.0.0.1", help="address to serve /decisions and /metrics on (%(default)s)")
     add("--port", default=0, type=int, help="port to serve them on; 0: any free port (%(default)s)")

@@ -1,7 +1,7 @@
 """A router that is reached through the Service with the name of the PDService.
 
 That Service may be somebody else's; then the operator publishes no endpoint in the PDService's status. The
-token for state ports must not be sent there.
+token for state ports must not be sent there. The status also says whether the state port serves TLS.
 """
 
 from collections.abc import Callable
@@ -16,24 +16,26 @@ class PublishedRouter:
     """A `RouterClient` that calls the router only while the service's status has an endpoint.
 
     Args:
-        router: Client of the router.
+        plain: Client of a state port without TLS.
+        encrypted: Client of a state port with TLS.
         service: Returns the latest known PDService.
     """
 
-    def __init__(self, router: RouterClient, service: Callable[[], PDService | None]) -> None:
-        self._router, self._service = router, service
+    def __init__(
+        self, plain: RouterClient, encrypted: RouterClient, service: Callable[[], PDService | None]
+    ) -> None:
+        self._plain, self._encrypted, self._service = plain, encrypted, service
 
     async def get_state(self, *, min_generation: int, timeout_s: float) -> RouterState:
         """See `RouterClient`."""
-        self._check_published()
-        return await self._router.get_state(min_generation=min_generation, timeout_s=timeout_s)
+        return await self._find_router().get_state(min_generation=min_generation, timeout_s=timeout_s)
 
     async def wait_for_flip_request(self, *, after: int, timeout_s: float) -> FlipRequest | None:
         """See `RouterClient`."""
-        self._check_published()
-        return await self._router.wait_for_flip_request(after=after, timeout_s=timeout_s)
+        return await self._find_router().wait_for_flip_request(after=after, timeout_s=timeout_s)
 
-    def _check_published(self) -> None:
+    def _find_router(self) -> RouterClient:
         service = self._service()
         if service is None or service.status.endpoint is None:
             raise RouterUnavailable("the status of the PDService has no endpoint")
+        return self._encrypted if service.status.state_tls else self._plain

@@ -12,7 +12,6 @@ import structlog
 from fulcrum_autoscaler.decision_history import DecisionHistories
 from fulcrum_autoscaler.loop import RouterClient, ServiceAutoscaler
 from fulcrum_autoscaler.metrics import AutoscalerMetrics, ServiceMetrics
-from fulcrum_autoscaler.published_router import PublishedRouter
 from fulcrum_autoscaler.watched_objects import WatchedObjects
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.ports import Clock, Store
@@ -32,8 +31,8 @@ class AutoscalerSupervisor:
         store: The store of the API objects.
         namespace: Namespace of the services; "" is every namespace.
         only_service: Name of the one service to manage, even before it exists; None manages every service.
-        router_client_for: Returns the client of a router, by namespace and name of the service.
-        needs_endpoint: Whether routers are called only while the status of the service has an endpoint.
+        router_client_for: Returns the client of a router, by namespace and name of the service and a function
+            for the latest known PDService.
         clock: Clock of all loops.
         histories: Receives the decisions of all loops.
         metrics: Receives the metrics of all loops.
@@ -45,15 +44,13 @@ class AutoscalerSupervisor:
         *,
         namespace: str,
         only_service: str | None,
-        router_client_for: Callable[[str, str], RouterClient],
+        router_client_for: Callable[[str, str, Callable[[], PDService | None]], RouterClient],
         clock: Clock,
         histories: DecisionHistories,
         metrics: AutoscalerMetrics,
-        needs_endpoint: bool = False,
     ) -> None:
         self._store, self._namespace, self._only_service = store, namespace, only_service
         self._router_client_for, self._clock = router_client_for, clock
-        self._needs_endpoint = needs_endpoint
         self._histories, self._metrics = histories, metrics
         self._watched = WatchedObjects(store, namespace=namespace, on_service_change=self._on_service_change)
         self._running: dict[_ServiceKey, asyncio.Task[None]] = {}
@@ -114,13 +111,13 @@ class AutoscalerSupervisor:
             await asyncio.wait([previous])
         metrics = ServiceMetrics(self._metrics, namespace=namespace, service=service)
         objects = self._watched.for_service(namespace, service)
-        router = self._router_client_for(namespace, service)
+        router = self._router_client_for(namespace, service, objects.service)
         try:
             while True:
                 autoscaler = ServiceAutoscaler(
                     objects=objects,
                     store=self._store,
-                    router=PublishedRouter(router, objects.service) if self._needs_endpoint else router,
+                    router=router,
                     clock=self._clock,
                     history=self._histories.get_or_create(namespace, service),
                     metrics=metrics,

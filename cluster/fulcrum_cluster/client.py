@@ -274,6 +274,7 @@ class ClusterClient:
         objects: Any kind, as dictionaries.
         namespace: Default namespace: of the kubeconfig's context, or of the pod.
         url: The API server's address.
+        responses: Responses by HTTP method (WATCH for a watch) and status; status 0: there was no response.
     """
 
     def __init__(
@@ -287,6 +288,7 @@ class ClusterClient:
         self.store = RestStore(self._http, rng=rng)
         self.objects: ObjectApi = RestObjects(self._http, rng=rng)
         self.namespace, self.url = config.namespace, config.url
+        self.responses: Mapping[tuple[str, int], int] = self._http.responses
 
     async def __aenter__(self) -> Self:
         return self

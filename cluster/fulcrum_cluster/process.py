@@ -37,6 +37,15 @@ def die_with_parent(*, parent_pid: int | None = None, end_signal: signal.Signals
         os._exit(0)
 
 
+def exit_if_stopped_while_starting() -> None:
+    """Exit at once on SIGTERM, until another handler replaces this one.
+
+    The kernel drops a signal for pid 1 of a container that has no handler. A pod that is deleted while its
+    program imports modules would start, and run until its grace period is over. Call it before slow imports.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+
+
 ANY_ADDRESS = "*"
 """Host that stands for all addresses of this machine, IPv4 and IPv6."""
 

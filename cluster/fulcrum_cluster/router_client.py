@@ -4,9 +4,10 @@ Every failure (unreachable, slow, token refused, unreadable response) is a `Rout
 caller can do anything about the cause. Callers decide what an unavailable router means to them.
 """
 
+import ssl
 from collections.abc import Generator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Self, TypeVar
 
 import httpx
 from pydantic import ValidationError
@@ -23,6 +24,10 @@ class RouterUnavailable(Exception):
     """The router sent no response, or one that cannot be used."""
 
 
+class RouterTlsFailed(RouterUnavailable):
+    """There is no TLS connection to the state port, mostly because of its certificate; the text says why."""
+
+
 class TokenFileAuth(httpx.Auth):
     """A bearer token read from a file at every request, because the kubelet replaces the file."""
 
@@ -37,6 +42,26 @@ class TokenFileAuth(httpx.Auth):
             raise httpx.RequestError(f"{self.path} cannot be read: {error.strerror}") from error
         request.headers["authorization"] = f"Bearer {token}"
         yield request
+
+
+class FileTrust(ssl.SSLContext):
+    """Context of clients that trust the authorities in a PEM file, as the file is when they connect.
+
+    The kubelet replaces the file when its Secret changes.
+    """
+
+    _file: Path
+
+    def __new__(cls, file: Path) -> Self:
+        """Make a context that itself trusts nobody; `wrap_bio` reads the file."""
+        made = super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)
+        made._file = file
+        return made
+
+    def wrap_bio(self, *args: Any, **options: Any) -> ssl.SSLObject:
+        """Begin a connection; OSError if the file cannot be read, or has no certificate."""
+        self._file.stat()  # its error names the file
+        return ssl.create_default_context(cafile=self._file).wrap_bio(*args, **options)
 
 
 class HttpRouterClient:
@@ -80,7 +105,10 @@ class HttpRouterClient:
             response = await self._client.get(
                 self._url + path, params=params, timeout=timeout_s + response_margin_s
             )
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, OSError) as error:  # OSError: the file with the authorities
+            failure = _describe_tls_failure(error)
+            if failure is not None:
+                raise RouterTlsFailed(failure) from error
             raise RouterUnavailable(f"{path}: {type(error).__name__}") from error
         if not response.is_success:
             raise RouterUnavailable(f"{path}: status {response.status_code}")
@@ -92,11 +120,35 @@ def open_http_client(url: str, *, token: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {token}"}, trust_env=False)
 
 
-def open_http_client_for_all(token_file: Path) -> httpx.AsyncClient:
-    """Open a client for the `HttpRouterClient`s of many services. To be closed by the caller."""
+def open_http_client_for_all(token_file: Path, *, ca_file: Path | None = None) -> httpx.AsyncClient:
+    """Open a client for the `HttpRouterClient`s of many services. To be closed by the caller.
+
+    Args:
+        token_file: Token for the state ports.
+        ca_file: Authorities of state ports with TLS, as PEM; None: no certificate is accepted.
+    """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=10)
-    # The state port is plain HTTP: without `verify=False` the client would load the system's certificates.
-    return httpx.AsyncClient(auth=TokenFileAuth(token_file), limits=limits, trust_env=False, verify=False)
+    # Not the default, which loads the system's authorities: they issue no certificate for a Service.
+    trust = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if ca_file is None else FileTrust(ca_file)
+    return httpx.AsyncClient(auth=TokenFileAuth(token_file), limits=limits, trust_env=False, verify=trust)
+
+
+def with_tls(url: str) -> str:
+    """The URL of a state port that serves TLS."""
+    return f"https://{url.partition('://')[2]}"
+
+
+def _describe_tls_failure(error: BaseException) -> str | None:
+    """Why there is no TLS connection to the state port; None if the error has another reason."""
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}"
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return cause.verify_message
+    closed = isinstance(cause, ssl.SSLEOFError | ssl.SSLZeroReturnError)
+    return None if cause is None or closed else str(cause.reason)
 
 
 def _parse_response(model: type[M], response: httpx.Response) -> M:

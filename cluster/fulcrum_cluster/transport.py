@@ -7,7 +7,8 @@ import asyncio
 import json
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -32,7 +33,8 @@ _TRIES_MAX, _RETRY_WAIT_MAX_S = 3, 2.0
 _CONNECTION_ERRORS = (httpx.RequestError, ssl.SSLError)
 """Errors of a connection. httpx passes the errors of a broken TLS stream on unchanged."""
 
-_Call = Callable[..., Awaitable[httpx.Response]]
+_Call = partial[Coroutine[Any, Any, httpx.Response]]
+"""A request without its headers; its first argument is the method."""
 """A prepared request, to which headers are added for each attempt."""
 
 # A peer that vanished without closing the connection is noticed within 20 s: Linux probes idle connections
@@ -63,6 +65,8 @@ class HttpClient:
 
     def __init__(self, config: ClientConfig, *, idle_timeout_s: float, program: str) -> None:
         self._config = config
+        self.responses = Counter[tuple[str, int]]()
+        """Responses by method and status, and requests without a response, with status 0."""
         self._stream_timeout = httpx.Timeout(_RESPONSE_TIMEOUT_S, read=idle_timeout_s)
         self._bucket = None if config.socket else TokenBucket(_REQUESTS_PER_S, _BURST_REQUESTS)
         self._extensions = {"sni_hostname": config.server_name} if config.server_name else {}
@@ -131,6 +135,7 @@ class HttpClient:
         try:
             async with AsyncExitStack() as open_streams:
                 response = await self._open_stream(open_streams, stream)
+                self.responses["WATCH", response.status_code] += 1
                 if response.is_error:
                     self._invalidate_refused_token(response)
                     await response.aread()
@@ -163,9 +168,12 @@ class HttpClient:
     async def _send(self, call: _Call, headers: Mapping[str, str]) -> httpx.Response:
         headers = {**headers, **await self._authorization_headers()}
         try:
-            return await call(headers=headers)
+            response = await call(headers=headers)
         except _CONNECTION_ERRORS as error:
+            self.responses[str(call.args[0]), 0] += 1
             raise self._unavailable_error(error) from error
+        self.responses[response.request.method, response.status_code] += 1
+        return response
 
     async def _authorization_headers(self) -> dict[str, str]:
         if self._bucket:

@@ -35,7 +35,7 @@ from fulcrum_cluster.process import (
 )
 from fulcrum_cluster.tracing import open_root_spans
 from fulcrum_core.errors import InvalidInput
-from fulcrum_operator.controller.metrics import Metrics, make_http_app
+from fulcrum_operator.controller.metrics import ApiCallCollector, Metrics, make_http_app
 from fulcrum_operator.engines.images import EngineImages
 from fulcrum_operator.manifests.names import InstallationSettings, ServiceAccount
 
@@ -97,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         help="peers of a NetworkPolicy that may scrape engines, as a JSON list (default: none)",
     )
     add("--router-state", default=None, help="URL of routers' state ports, with {service} and {namespace}")
+    add("--state-ca", type=Path, help="PEM file with the authorities of state ports with TLS")
     add("--router-replicas", type=int, default=2, help="routers for each service, one of which is active")
     add(
         "--router-resources",
@@ -181,6 +182,7 @@ async def _run_operator(args: argparse.Namespace) -> int:
         AsyncExitStack() as threads,
     ):
         metrics = Metrics(spans)
+        metrics.registry.register(ApiCallCollector(cluster.responses))
         candidate = Candidate(cluster, elect, args, metrics, stop)
         await threads.enter_async_context(candidate.election)
         app = make_http_app(metrics, candidate.unready_reason, candidate.unhealthy_reason)
@@ -345,6 +347,7 @@ def _operator_options(args: argparse.Namespace) -> "OperatorOptions":
         namespace=args.namespace,
         token_file=args.token_file,
         router_state=args.router_state or STATE_URL_TEMPLATE,
+        state_ca=args.state_ca,
     )
 
 

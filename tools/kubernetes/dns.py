@@ -1,8 +1,13 @@
-"""DNS server for Services of a test cluster: reads the API for each query, so it is never out of date.
+"""DNS server of a test cluster, instead of CoreDNS. `cluster.py` runs it as a program on the hub.
 
-It answers A questions for services (NAME.NAMESPACE.svc.cluster.local: the cluster address, or the ready pods
-of a headless service) and for pods with a hostname in a headless service. No SRV, no reverse names, nothing
-outside.
+Arguments: the address to listen on (UDP port 53), and the folder with ca.crt, admin.crt and admin.key.
+The server queries the API server at 127.0.0.1:6443 for each DNS query and caches nothing. Clients may
+cache an answer for TTL_S seconds.
+
+It answers A queries for Services (NAME.NAMESPACE.svc.cluster.local: the cluster address, or the ready pods
+of a headless Service) and for pods with a hostname in a headless Service. For
+a Service with `publishNotReadyAddresses`, pods that are not ready are included. The server has no SRV
+records, no reverse names, and no names outside the cluster.
 """
 
 import http.client
@@ -26,7 +31,10 @@ class NameResolver:
         self.context.load_cert_chain(certificates / "admin.crt", certificates / "admin.key")
 
     def resolve(self, name: str) -> list[str] | None:
-        """Return the addresses of a name, or None if the name does not exist."""
+        """Return the addresses of a name; None without any, or if the API server returned an error.
+
+        Raises OSError if the API server does not respond; the query then gets no answer.
+        """
         if not name.endswith(ZONE):
             return None
         match name.removesuffix(ZONE).split("."):
@@ -87,7 +95,7 @@ class DnsRequestHandler(socketserver.BaseRequestHandler):
         kind, _ = struct.unpack_from("!HH", packet, at + 1)
         found = self.resolver.resolve(".".join(labels).lower())
         answers = found if found and kind == A else []
-        # Response, authoritative, recursion as asked and available.
+        # Flags: response, authoritative, recursion available. Recursion desired is copied from the query.
         flags = (
             0x8480
             | struct.unpack_from("!H", packet, 2)[0] & 0x0100

@@ -1,7 +1,7 @@
 """Writes the difference between a plan and the stored objects, then starts and stops engines.
 
-An object or engine that is refused does not stop the others. What to change is decided in `plan/`; when to
-do it again is decided by `reconcile`.
+If one object or engine is refused, the others are still handled. `plan/` decides what to change;
+`reconcile` decides when to apply the next plan.
 """
 
 from collections.abc import Collection, Iterable
@@ -20,7 +20,7 @@ from fulcrum_operator.plan import Plan
 from fulcrum_operator.plan.observed import FailureCause
 
 MESSAGE_LENGTH_MAX = 1024
-"""Longest message about something that was refused, in characters."""
+"""Longest message about a refused object or a failed reconcile, in characters; longer ones are cut."""
 
 _log = structlog.get_logger()
 
@@ -28,11 +28,19 @@ _log = structlog.get_logger()
 async def apply_plan(
     plan: Plan, stored: dict[tuple[str, str], Resource], context: ReconcileContext, key: ServiceKey
 ) -> tuple[float | None, tuple[FailureCause, ...]]:
-    """Write what differs, then start and stop engines.
+    """Write what differs, delete objects, then start and stop engines.
 
-    Returns the seconds until a delayed status is due, None without one, and what was refused. Nothing else is
-    done to an instance whose object was refused; a refused assignment is raised, because all roles depend on
-    it.
+    If the write of an instance's object is refused, the object is not deleted and its engine is neither
+    started nor stopped. No engine is started before the service has its own ServiceAccount for engines.
+
+    Returns:
+        Seconds until a delayed write of the service's status is due, or None; and the causes of refusals.
+
+    Raises:
+        Forbidden, InvalidInput: if the assignment is refused, because all roles depend on it. Refusals of
+            other objects are returned.
+        StoreError: any other one, such as Conflict, AlreadyExists or StoreUnavailable. The rest of the plan
+            is not applied.
     """
     status_due_s: float | None = None
     created: dict[str, Resource] = {}
@@ -49,7 +57,7 @@ async def apply_plan(
         except (Forbidden, InvalidInput) as error:
             if isinstance(obj, PDAssignment):
                 raise
-            refused[name] = _refusal(obj.kind, name, error)
+            refused[name] = _build_failure_cause(obj.kind, name, error)
     rest = _without_instances(plan, refused)
     started = (created.get(instance.metadata.name, instance) for instance in rest.start)
     failed = [
@@ -62,7 +70,7 @@ async def apply_plan(
 
 
 def _without_instances(plan: Plan, names: Collection[str]) -> Plan:
-    """The plan without what it does to these instances, because their objects do not say so."""
+    """Return the plan without deletions, starts and stops of these names; their objects were refused."""
     return replace(
         plan,
         delete=tuple(obj for obj in plan.delete if obj.metadata.name not in names),
@@ -71,7 +79,7 @@ def _without_instances(plan: Plan, names: Collection[str]) -> Plan:
     )
 
 
-def _refusal(kind: str, name: str, error: Exception) -> FailureCause:
+def _build_failure_cause(kind: str, name: str, error: Exception) -> FailureCause:
     return FailureCause(conditions.CHILD_REFUSED, f"{kind} {name}: {error}"[:MESSAGE_LENGTH_MAX])
 
 
@@ -81,7 +89,7 @@ async def _delete_all(objects: Iterable[Resource], store: Store) -> list[Failure
         try:
             await _delete(obj, store)
         except (Forbidden, InvalidInput) as error:
-            refused.append(_refusal(obj.kind, obj.metadata.name, error))
+            refused.append(_build_failure_cause(obj.kind, obj.metadata.name, error))
     return refused
 
 
@@ -100,21 +108,21 @@ async def _start_all(instances: Iterable[Resource], context: ReconcileContext) -
 
 
 async def stop_engines(plan: Plan, context: ReconcileContext, key: ServiceKey) -> list[FailureCause]:
-    """Stop the engines that the plan stops; returns what was refused."""
+    """Stop the engines in `plan.stop`; return the causes of refusals. Also for a deleted service."""
     failed: list[FailureCause] = []
 
     async def stop(name: str) -> None:
         try:
             await context.runtime.stop(InstanceKey(key.namespace, name), drained=name in plan.drained)
         except (Forbidden, InvalidInput) as error:
-            failed.append(_refusal("pod", name, error))
+            failed.append(_build_failure_cause("pod", name, error))
 
     await run_bounded(stop(name) for name in plan.stop)
     return sorted(failed)
 
 
 async def _create(obj: Resource, store: Store) -> Resource:
-    """Create the object; returns it with its uid, which owner references of other objects need."""
+    """Create the object; return it with its uid, which owner references of other objects need."""
     created = await store.create(obj)
     _log.info("object created", kind=obj.kind, name=obj.metadata.name)
     await _write_status(obj, created, store)
@@ -150,9 +158,9 @@ def _log_phase_change(obj: Resource, before: Resource) -> None:
 async def _write_service(
     service: PDService, before: PDService, context: ReconcileContext, key: ServiceKey
 ) -> float | None:
-    """Write the status now if a condition or the model changed, else at most every `status_interval_s`.
+    """Write the service's status: at once if a condition or the model changed, else once per interval.
 
-    Returns the seconds until a delayed write is due, None if nothing is left to write.
+    The interval is `status_interval_s`. Returns the seconds until a delayed write is due, or None.
     """
     status = create_merge_patch(_dump_part(before, "status"), _dump_part(service, "status"))
     if not status:
@@ -160,18 +168,18 @@ async def _write_service(
     now_s, last_s = context.clock.now_s(), context.memory[key].status_written_s
     due_s = now_s if last_s is None else last_s + context.status_interval_s
     same = (
-        _condition_states(service) == _condition_states(before)
+        _list_condition_states(service) == _list_condition_states(before)
         and service.status.model == before.status.model
     )
     if due_s > now_s and same:
         return due_s - now_s
     await context.store.patch_status(PDService, key.name, status, namespace=key.namespace)
-    # At once: the interval also holds if one of the writes that follow fails.
+    # Recorded now, so that the interval also applies if a later write of this reconcile fails.
     context.memory[key] = replace(context.memory[key], status_written_s=now_s)
     return None
 
 
-def _condition_states(service: PDService) -> set[tuple[str, str, str]]:
+def _list_condition_states(service: PDService) -> set[tuple[str, str, str]]:
     return {(c.type, c.status, c.reason) for c in service.status.conditions}
 
 
@@ -182,7 +190,7 @@ def _dump_part(obj: Resource, name: str) -> dict[str, Any]:
 
 async def _delete(obj: Resource, store: Store) -> None:
     try:
-        meta = obj.metadata  # by uid: an object recreated under this name is not what was judged
+        meta = obj.metadata  # by uid: a new object with this name must not be deleted
         await store.delete(type(obj), meta.name, namespace=meta.namespace, uid=meta.uid or None)
     except NotFound:
         return

@@ -90,7 +90,9 @@ class ReconcileContext:
     """Identity, start-up time and fit of an instance's engine."""
     router: RouterView | None = None
     router_failures: Callable[[ServiceKey], Problems] = lambda _key: Problems()
-    """Why routers of the service cannot start."""
+    """Why routers of the service cannot start, or their state cannot be read."""
+    state_tls: Callable[[ServiceKey], bool] = lambda _key: False
+    """Whether the state port of the service's active router serves TLS."""
     installation_problems: Callable[[], tuple[FailureCause, ...]] = tuple
     """What the installation lacks: fields of the CRDs, the permission to watch nodes."""
     models: ModelReader | None = None

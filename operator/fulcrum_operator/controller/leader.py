@@ -57,6 +57,7 @@ from fulcrum_operator.engines.images import EngineImages
 from fulcrum_operator.manifests.engine_container import judge_instance_fit, vllm_launch_request
 from fulcrum_operator.manifests.names import InstallationSettings, engine_account_name
 from fulcrum_operator.plan import Observed, Plan
+from fulcrum_operator.plan.drains import list_drain_times
 from fulcrum_operator.plan.observed import EngineFacts, FailureCause
 
 RESYNC_S = 60.0
@@ -80,6 +81,8 @@ class OperatorOptions:
     token_file: Path = field(default_factory=Path)
     """Token for the routers' state ports."""
     router_state: str = STATE_URL_TEMPLATE
+    state_ca: Path | None = None
+    """Authorities of state ports with TLS, as PEM; None: their certificates are not accepted."""
 
 
 class Leader:
@@ -136,6 +139,7 @@ class Leader:
             token_file=options.token_file,
             is_own_service=lambda key: self._children.is_own(SERVICE, key.name, self._service(key)),
             state_url=options.router_state,
+            ca_file=options.state_ca,
         )
         self._model_reader = ModelReaderPods(
             objects, self._cache, settings, clock, is_leader=is_leader, on_change=self._enqueue
@@ -151,7 +155,8 @@ class Leader:
             clock=self._clock,
             engine_facts=self._engine_facts,
             router=self._router_view,
-            router_failures=lambda key: find_router_failures(self._cache, key, now_s=self._clock.now_s()),
+            router_failures=self._find_router_failures,
+            state_tls=self._router_view.serves_state_tls,
             installation_problems=self._installation_problems,
             models=self._model_reader,
             check_not_deleted=lambda service: check_not_deleted(service, self._connection.objects),
@@ -161,6 +166,10 @@ class Leader:
             after_apply=self._after_apply,
             on_failure=self._record_failure,
         )
+
+    def _find_router_failures(self, key: ServiceKey) -> Problems:
+        found = find_router_failures(self._cache, key, now_s=self._clock.now_s())
+        return replace(found, causes=(*found.causes, *self._router_view.problems(key)))
 
     def unready_reason(self) -> str | None:
         """Why not all objects are listed and watched; None if they are."""
@@ -312,6 +321,8 @@ class Leader:
     async def _after_apply(self, observed: Observed, plan: Plan) -> Problems:
         service = observed.service
         key = ServiceKey(service.metadata.namespace, service.metadata.name)
+        for drain_s in list_drain_times(observed, plan):
+            self._metrics.drain_seconds.observe(drain_s)
         problems = await self._children.sync(service, min_available=plan.min_available)
         await self._model_reader.sync(service, plan.model_read if self._has_engine_account(service) else None)
         instances = (obj for obj in plan.objects if isinstance(obj, PDInstance))

@@ -1,15 +1,37 @@
 """Metrics, spans and health endpoints of an operator process, served by the leader and by standbys."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 
 from fulcrum_cluster.tracing import RootSpans
 
 _RECONCILE_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+_DRAIN_BUCKETS_S = (1.0, 5.0, 15.0, 60.0, 180.0, 600.0, 1_800.0)
+
+
+class ApiCallCollector(Collector):
+    """Requests of one process to the API server; `responses` by method and status, see `ClusterClient`."""
+
+    def __init__(self, responses: Mapping[tuple[str, int], int]) -> None:
+        self._responses = responses
+
+    def collect(self) -> Iterable[Metric]:
+        """Build the family."""
+        family = CounterMetricFamily(
+            "fulcrum_operator_api_requests",
+            "Requests to the API server, without the watches of kopf, by method (WATCH: a watch that was "
+            "opened) and status of the response; none: there was no response.",
+            labels=["method", "status"],
+        )
+        for (method, status), count in sorted(self._responses.items()):
+            family.add_metric([method, str(status) if status else "none"], count)
+        yield family
 
 
 class Metrics:
@@ -32,6 +54,13 @@ class Metrics:
             "fulcrum_operator_reconcile_seconds",
             "Duration of a reconcile in seconds.",
             buckets=_RECONCILE_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.drain_seconds = Histogram(
+            "fulcrum_operator_drain_seconds",
+            "Duration of a drain of an instance, until its requests and KV transfers have ended or the drain "
+            "timeout has passed, in seconds.",
+            buckets=_DRAIN_BUCKETS_S,
             registry=self.registry,
         )
         self.active_reconciles = Gauge(

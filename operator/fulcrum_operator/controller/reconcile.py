@@ -207,6 +207,7 @@ async def _observe(
         engines=_observe_engines(key, context),
         engine_facts=facts,
         endpoint=context.router.endpoint(key) if context.router else None,
+        state_tls=context.state_tls(key),
         engine_images=context.engine_images(),
         sees_nodes=context.sees_nodes(),
         can_read_models=context.models is not None,

@@ -25,7 +25,7 @@ DEFAULT_HARDWARE = HardwareSpec(resource="nvidia.com/gpu")
 
 def build_launch_request(
     service: PDService,
-    start: LaunchSpec,
+    launch_spec: LaunchSpec,
     *,
     pool_role: PoolRole,
     role: Role | None = None,
@@ -36,13 +36,13 @@ def build_launch_request(
 
     Args:
         service: The service, with its objectives and drain timeout.
-        start: Launch spec of the instance itself, so that an instance of an old revision restarts unchanged.
+        launch_spec: Launch spec of the instance itself: an instance of an old revision restarts unchanged.
         pool_role: Role of the pool; Flexible if the instance may flip.
-        role: Role at start, if it is fixed then.
+        role: Role at the start, if it is fixed then.
         facts: Facts of the model; None if its config.json was not read.
         hardware: Hardware that replaces the manifest's, such as this machine's in a local run.
     """
-    hardware_spec = start.hardware or DEFAULT_HARDWARE
+    hardware_spec = launch_spec.hardware or DEFAULT_HARDWARE
     device = hardware or resolve_hardware(
         hardware_spec.type,
         resource=hardware_spec.resource,
@@ -50,7 +50,7 @@ def build_launch_request(
         fabric=hardware_spec.fabric,
     )
     return LaunchRequest(
-        model=start.model,
+        model=launch_spec.model,
         pool_role=pool_role,
         role=role,
         slo=service.spec.slo.to_slo(),
@@ -60,13 +60,13 @@ def build_launch_request(
         hardware=device,
         devices=None if device.vendor is Vendor.CPU else hardware_spec.count,  # CPU cores are not devices
         cores=hardware_spec.count if device.vendor is Vendor.CPU else None,
-        model_source=start.model_source or ModelSourceSpec(),
-        parallelism=start.parallelism or ParallelismSpec(),
-        quantization=start.quantization or QuantizationSpec(),
-        settings=start.settings or EngineSettingsSpec(),
-        kv_transfer=start.kv_transfer or KvTransferSpec(),
-        kv_cache=start.kv_cache or KvCacheSpec(),
-        args=start.engine.args,
-        env=start.engine.env,
+        model_source=launch_spec.model_source or ModelSourceSpec(),
+        parallelism=launch_spec.parallelism or ParallelismSpec(),
+        quantization=launch_spec.quantization or QuantizationSpec(),
+        settings=launch_spec.settings or EngineSettingsSpec(),
+        kv_transfer=launch_spec.kv_transfer or KvTransferSpec(),
+        kv_cache=launch_spec.kv_cache or KvCacheSpec(),
+        args=launch_spec.engine.args,
+        env=launch_spec.engine.env,
         version=vllm.VERSION,
     )

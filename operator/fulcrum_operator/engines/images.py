@@ -22,11 +22,11 @@ class EngineImages:
     simulated: str | None = None
     """Image of simulated engines: the operator's own, unless the installation names one."""
 
-    def default_for(self, start: LaunchSpec) -> str | None:
+    def default_for(self, launch_spec: LaunchSpec) -> str | None:
         """The image for this launch spec; None if there is no default."""
-        if start.engine.is_simulated:
+        if launch_spec.engine.is_simulated:
             return self.simulated
-        hardware = start.hardware or DEFAULT_HARDWARE
+        hardware = launch_spec.hardware or DEFAULT_HARDWARE
         facts = resolve_hardware(
             hardware.type, resource=hardware.resource, memory_bytes=hardware.memory, fabric=hardware.fabric
         )

@@ -43,10 +43,13 @@ _NEEDED_KINDS = {
 }
 """Kinds of a router's children that another one of its children refers to by name."""
 TLS_VOLUME, TLS_FOLDER = "tls", "/var/run/secrets/fulcrum.dev/tls"
+STATE_TLS_VOLUME, STATE_TLS_FOLDER = "state-tls", "/var/run/secrets/fulcrum.dev/state-tls"
 API_KEYS_VOLUME, API_KEYS_FOLDER = "api-keys", "/var/run/secrets/fulcrum.dev/api-keys"
 """Volume and folder of the Secret with the router's certificate."""
 TLS_OPTION = "--tls-certificate"
 """Option of a router that serves TLS."""
+STATE_TLS_OPTION = "--state-tls-certificate"
+"""Option of a router whose state port serves TLS."""
 ROUTER_TEARDOWN_S = 10
 """Seconds from the end of the router's drain to the exit of its process."""
 
@@ -322,10 +325,11 @@ def _router_pod(service: PDService, settings: InstallationSettings) -> dict[str,
 
 def _secrets(service: PDService) -> list[tuple[str, str, str]]:
     """Secrets that the router reads: name of the volume, name of the Secret, folder."""
-    tls, auth = service.spec.router.tls, service.spec.router.auth
+    tls, state_tls, auth = service.spec.router.tls, service.spec.router.state_tls, service.spec.router.auth
     keys = auth.api_keys if auth else None
     return [
         *([(TLS_VOLUME, tls.secret_name, TLS_FOLDER)] if tls else ()),
+        *([(STATE_TLS_VOLUME, state_tls.secret_name, STATE_TLS_FOLDER)] if state_tls else ()),
         *([(API_KEYS_VOLUME, keys.secret_name, API_KEYS_FOLDER)] if keys else ()),
     ]
 
@@ -372,6 +376,8 @@ def _router_arguments(service: PDService, settings: InstallationSettings) -> lis
     name, namespace, auth = service.metadata.name, service.metadata.namespace, service.spec.router.auth
     callers = ",".join((settings.operator.subject, settings.autoscaler.subject))
     files = (TLS_OPTION, f"{TLS_FOLDER}/tls.crt", "--tls-key", f"{TLS_FOLDER}/tls.key")
+    state_key = ("--state-tls-key", f"{STATE_TLS_FOLDER}/tls.key")
+    state_files = (STATE_TLS_OPTION, f"{STATE_TLS_FOLDER}/tls.crt", *state_key)
     return [
         *("--service", name, "--namespace", namespace, "--store", "in-cluster"),
         *("--host", "*", "--port", str(HTTP_PORT), "--state-port", str(STATE_PORT)),
@@ -380,5 +386,6 @@ def _router_arguments(service: PDService, settings: InstallationSettings) -> lis
         *("--identity", "$(POD_NAME)", "--advertise-address", "$(POD_IP)"),
         *("--log-level", settings.log_level),
         *(files if service.spec.router.tls else ()),
+        *(state_files if service.spec.router.state_tls else ()),
         *(("--api-keys", API_KEYS_FOLDER) if auth and auth.api_keys else ()),
     ]

@@ -92,10 +92,10 @@ def _vllm(instance: PDInstance, service: PDService, image: str | None, hub_endpo
     return replace(container, env=[*map(env_var, endpoint), *container.env])
 
 
-def hub_endpoint_env(start: LaunchSpec, endpoint: str) -> tuple[LaunchEnvVar, ...]:
+def hub_endpoint_env(launch_spec: LaunchSpec, endpoint: str) -> tuple[LaunchEnvVar, ...]:
     """The installation's HF_ENDPOINT, unless the user sets one or the model is not at the hub."""
-    source = start.model_source or ModelSourceSpec()
-    named = any(variable.name == HUB_ENDPOINT for variable in start.engine.env)
+    source = launch_spec.model_source or ModelSourceSpec()
+    named = any(variable.name == HUB_ENDPOINT for variable in launch_spec.engine.env)
     return () if named or not endpoint or not source.is_at_hub else (LaunchEnvVar(HUB_ENDPOINT, endpoint),)
 
 

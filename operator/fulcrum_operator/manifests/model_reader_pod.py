@@ -65,7 +65,7 @@ def model_reader_pod(
     """
     name = service.metadata.name
     labels = {**recommended_labels(name, "fulcrum-model-reader"), SERVICE_LABEL: name}
-    volume = model_volume(request.start.model_source or ModelSourceSpec(), POD_PLACEMENT)
+    volume = model_volume(request.launch_spec.model_source or ModelSourceSpec(), POD_PLACEMENT)
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -84,30 +84,32 @@ def model_reader_pod(
             "activeDeadlineSeconds": int(READ_TIMEOUT_S),
             "terminationGracePeriodSeconds": 1,
             **image_pull_secrets(settings),
-            **_placement(request.start),
-            "containers": [_container(request.start, volume, settings)],
+            **_placement(request.launch_spec),
+            "containers": [_container(request.launch_spec, volume, settings)],
             **({"volumes": [pod_volume(volume)]} if volume else {}),
         },
     }
 
 
-def _placement(start: LaunchSpec) -> dict[str, Any]:
+def _placement(launch_spec: LaunchSpec) -> dict[str, Any]:
     """The template's fields merged into ours; an invalid value is passed on for the API server to refuse."""
-    template_spec = (start.template or {}).get("spec")
+    template_spec = (launch_spec.template or {}).get("spec")
     given = template_spec if isinstance(template_spec, dict) else {}
     placement = {key: given[key] for key in _PLACEMENT_FIELDS if key in given}
     merged = apply_template({"securityContext": pod_security_context()}, placement)
-    keep_tolerations(merged, device_tolerations(start).get("tolerations", []))
+    keep_tolerations(merged, device_tolerations(launch_spec).get("tolerations", []))
     return merged
 
 
-def _container(start: LaunchSpec, volume: Volume | None, settings: InstallationSettings) -> dict[str, Any]:
+def _container(
+    launch_spec: LaunchSpec, volume: Volume | None, settings: InstallationSettings
+) -> dict[str, Any]:
     return {
         "name": "reader",
         "image": settings.image,
         "command": ["python", "-m", READER_MODULE],
-        "args": _arguments(start),
-        "env": [] if volume else _hub_variables(start, settings),
+        "args": _arguments(launch_spec),
+        "env": [] if volume else _hub_variables(launch_spec, settings),
         "resources": _RESOURCES,
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": container_security_context(),
@@ -115,19 +117,19 @@ def _container(start: LaunchSpec, volume: Volume | None, settings: InstallationS
     }
 
 
-def _arguments(start: LaunchSpec) -> list[str]:
-    source = start.model_source or ModelSourceSpec()
+def _arguments(launch_spec: LaunchSpec) -> list[str]:
+    source = launch_spec.model_source or ModelSourceSpec()
     if (folder := model_folder(source, POD_PLACEMENT)) is not None:
         return ["--folder", folder]
-    revision = model_revision(start)
-    return ["--model", start.model, *(["--revision", revision] if revision else [])]
+    revision = model_revision(launch_spec)
+    return ["--model", launch_spec.model, *(["--revision", revision] if revision else [])]
 
 
-def _hub_variables(start: LaunchSpec, settings: InstallationSettings) -> list[dict[str, Any]]:
-    hub_variables = hub_env(start)
-    token = LaunchEnvVar.hub_token(start.model_source or ModelSourceSpec())
+def _hub_variables(launch_spec: LaunchSpec, settings: InstallationSettings) -> list[dict[str, Any]]:
+    hub_variables = hub_env(launch_spec)
+    token = LaunchEnvVar.hub_token(launch_spec.model_source or ModelSourceSpec())
     variables = list(map(LaunchEnvVar.from_user, hub_variables))
     if token is not None and "HF_TOKEN" not in {variable.name for variable in hub_variables}:
         variables.append(token)
-    variables += hub_endpoint_env(start, settings.hub_endpoint)
+    variables += hub_endpoint_env(launch_spec, settings.hub_endpoint)
     return [env_var(variable) for variable in variables]

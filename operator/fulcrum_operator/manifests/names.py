@@ -121,12 +121,12 @@ def service_url(service: PDService, *, serves_tls: bool) -> str:
     return f"{scheme}://{service.metadata.name}.{service.metadata.namespace}.svc"
 
 
-def device_tolerations(start: LaunchSpec) -> dict[str, Any]:
+def device_tolerations(launch_spec: LaunchSpec) -> dict[str, Any]:
     """The field `tolerations` for a pod that has to run on nodes with the engine's devices; empty for none.
 
     Nodes are often reserved for their devices with a taint whose key is the extended resource.
     """
-    hardware = start.hardware or (None if start.engine.is_simulated else DEFAULT_HARDWARE)
+    hardware = launch_spec.hardware or (None if launch_spec.engine.is_simulated else DEFAULT_HARDWARE)
     if hardware is None or "/" not in hardware.resource:
         return {}
     return {"tolerations": [{"key": hardware.resource, "operator": "Exists"}]}

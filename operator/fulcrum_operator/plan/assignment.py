@@ -227,7 +227,7 @@ def _cordon_leaving(
     members: tuple[AssignableInstance, ...],
     rules: AssignmentRules,
 ) -> AssignmentPlan:
-    """Cordon instances to be removed, as far as the floors allow; lift other cordons that no person set."""
+    """Cordon instances to be removed, as far as the floors allow; remove other cordons that no person set."""
     leaving: set[str] = set()
     blocked_removals: dict[str, str] = {}
     for removal in removals:
@@ -283,7 +283,7 @@ def _flip_to_make_room(
 
 
 def _set_cordon(spec: PDAssignmentSpec, name: str, reason: str | None) -> PDAssignmentSpec:
-    """`spec` with the instance cordoned for `reason`, or its cordon lifted; unchanged if it already is."""
+    """`spec` with the instance cordoned for `reason`, or its cordon removed; unchanged if it already is."""
     before = spec.roles[name]
     if before.cordoned is (reason is not None):
         return spec

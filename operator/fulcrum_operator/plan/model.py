@@ -44,7 +44,7 @@ _PATH_LENGTH_MAX = 200
 class ModelReadRequest:
     """A model to be read, and the attempt number."""
 
-    start: LaunchSpec
+    launch_spec: LaunchSpec
     key: str
     attempt: int
 
@@ -58,30 +58,30 @@ class ModelPlan:
     deadline_s: float | None = None
 
 
-def model_key(start: LaunchSpec) -> str:
+def model_key(launch_spec: LaunchSpec) -> str:
     """Hash of the model's name, its location and the hub settings: different models have different keys."""
-    source = start.model_source or ModelSourceSpec()
+    source = launch_spec.model_source or ModelSourceSpec()
     location: list[str | None] = [
-        *(source.pvc, source.host_path, source.path, model_revision(start), source.token_secret),
+        *(source.pvc, source.host_path, source.path, model_revision(launch_spec), source.token_secret),
         *(field for field in (source.image, source.token_key) if field is not None),
     ]
     settings = sorted(
-        ((v.name, v.value_from.dump() if v.value_from else v.value) for v in hub_env(start)),
+        ((v.name, v.value_from.dump() if v.value_from else v.value) for v in hub_env(launch_spec)),
         key=lambda setting: setting[0],
     )
-    text = json.dumps((start.model, location, settings))
+    text = json.dumps((launch_spec.model, location, settings))
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
-def model_revision(start: LaunchSpec) -> str | None:
+def model_revision(launch_spec: LaunchSpec) -> str | None:
     """Revision of the model at the hub, None for the hub's default. The user's own arguments win."""
-    of_arguments = user_identity_fields(start.engine.args).get("revision")
-    return str(of_arguments) if of_arguments else (start.model_source or ModelSourceSpec()).revision
+    of_arguments = user_identity_fields(launch_spec.engine.args).get("revision")
+    return str(of_arguments) if of_arguments else (launch_spec.model_source or ModelSourceSpec()).revision
 
 
-def hub_env(start: LaunchSpec) -> tuple[EnvVar, ...]:
+def hub_env(launch_spec: LaunchSpec) -> tuple[EnvVar, ...]:
     """The engine's environment variables that configure access to the hub."""
-    return tuple(variable for variable in start.engine.env if variable.name in HUB_ENV)
+    return tuple(variable for variable in launch_spec.engine.env if variable.name in HUB_ENV)
 
 
 def parse_model_facts(excerpt: Mapping[str, Any] | None) -> ModelFacts | None:
@@ -167,9 +167,9 @@ def _instances_of_model(views: tuple[PoolView, ...], key: str) -> Iterator[PDIns
     return (member for view in views for member in view.updated if model_key(member.spec) == key)
 
 
-def _requires_model_facts(start: LaunchSpec) -> bool:
+def _requires_model_facts(launch_spec: LaunchSpec) -> bool:
     """Whether an engine cannot start without model facts: LMCache's buffer size follows from the model."""
-    transfer = start.kv_transfer
+    transfer = launch_spec.kv_transfer
     return transfer is not None and transfer.connector is Connector.LMCACHE and transfer.buffer_size is None
 
 
@@ -187,16 +187,16 @@ def _judge_attempt(
         error = f"{waited}: {attempt.start_failure}" if attempt.start_failure else waited
     if error is None:
         return ModelPlan(status=known, request=request, deadline_s=ends_s)
-    error = f"{_describe_location(request.start)}: {error}"
+    error = f"{_describe_location(request.launch_spec)}: {error}"
     failed = ModelStatus(error=error[:_ERROR_LENGTH_MAX], **common)
     return ModelPlan(status=failed, deadline_s=now_s + retry_pause_s(request.attempt))
 
 
-def _describe_location(start: LaunchSpec) -> str:
+def _describe_location(launch_spec: LaunchSpec) -> str:
     """The user's field that locates the model, with its value: the reader's paths are those of its pod."""
-    source = start.model_source
+    source = launch_spec.model_source
     if source is None or source.is_at_hub:
-        return f"spec.model ({start.model})"
+        return f"spec.model ({launch_spec.model})"
     fields = (
         *(("pvc", source.pvc), ("hostPath", source.host_path), ("image", source.image)),
         ("path", source.path),

@@ -90,6 +90,8 @@ class Observed:
     """State of the active router; None if it was not queried or did not respond."""
     endpoint: str | None = None
     """URL at which clients reach the router; None until the router serves."""
+    state_tls: bool = False
+    """Whether the state port of the active router serves TLS."""
     accepted_assignment: PDAssignmentSpec | None = None
     """Last assignment that was checked and allowed; None after a restart of the operator."""
 
@@ -115,7 +117,7 @@ class Observed:
     """What the last reconcile could not do."""
 
     router_failures: tuple[FailureCause, ...] = ()
-    """Why routers cannot start."""
+    """Why routers cannot start, or their state cannot be read."""
 
     node_loss_disputed: bool = False
     """Whether a node is reported lost although the router reaches its engine: query the router again soon."""

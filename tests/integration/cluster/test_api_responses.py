@@ -126,6 +126,18 @@ async def test_server_error_raises_store_unavailable_with_the_retry_delay(
     assert (away.value.retry_after_s or None) == (wait_s or None)
 
 
+async def test_responses_are_counted_by_method_and_status(tmp_path: Path) -> None:
+    async with cluster(tmp_path, ScriptedServer(failure(429, wait_s="0"), page("a"), failure(503))) as found:
+        await pods(found)
+        with pytest.raises(StoreUnavailable):
+            await found.objects.delete(POD, "a", namespace="default")
+        assert found.responses == {("GET", 429): 1, ("GET", 200): 1, ("DELETE", 503): 1}
+    async with ClusterClient(ClientConfig(url="http://api", socket=tmp_path / "missing")) as away:
+        with pytest.raises(StoreUnavailable):
+            await pods(away)
+        assert away.responses == {("GET", 0): 1}
+
+
 async def test_request_is_retried_with_a_renewed_token(tmp_path: Path) -> None:
     script = ScriptedServer(failure(401), page("a"))
     async with cluster(tmp_path, script, RotatingToken()) as found:

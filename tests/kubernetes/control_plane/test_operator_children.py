@@ -128,3 +128,20 @@ def test_clients_keep_their_port_until_a_router_serves_tls(api: NamespaceClient,
     router_serves(api, "new", "--tls-certificate", "/tls.crt")
     wait_until(lambda: ports() == [443, 9091], "the port of TLS")
     assert seen == [[80, 9091]] * 2
+
+
+def test_the_state_port_is_read_as_the_active_router_serves_it(api: NamespaceClient, log: Path) -> None:
+    """No token is sent without TLS once a router serves it; until then the former routers are read."""
+
+    def published() -> bool | None:
+        found: bool | None = api.get("pdservices", "chat").get("status", {}).get("stateTls")
+        return found
+
+    router_serves(api, "former")
+    counted = applied(log, api, DEPLOYMENTS, "chat-router")
+    api.patch("pdservices", "chat", {"spec": {"router": {"stateTls": {"secretName": "state"}}}})
+    wait_until(lambda: applied(log, api, DEPLOYMENTS, "chat-router") > counted, "the new Deployment")
+    before = published()
+    router_serves(api, "new", "--state-tls-certificate", "/tls.crt")
+    wait_until(lambda: published() is True, "the scheme of the state port")
+    assert not before

@@ -1,4 +1,4 @@
-"""Builders of the policy's input, so that a test spells out only the numbers it is about."""
+"""Builders of the autoscaler policy's input. A test gives only the values that it depends on."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,19 +15,19 @@ LONG_AGO_S = NOW_S - 1000
 
 
 def prefill(name: str, queued_s: float = 0.0, **numbers: Any) -> InstanceState:
-    """Build a prefill instance with this much prefill work queued."""
+    """Build a serving prefill instance with this much queued prefill work."""
     return instance_state(name, Role.PREFILL, prefill_queued_s=queued_s, **numbers)
 
 
 def decode(name: str, itl_s: float | None = None, tokens: int = 1000, **numbers: Any) -> InstanceState:
-    """Build a decode instance with one request of this many resident tokens."""
+    """Build a serving decode instance with one request of this many tokens in its KV cache."""
     return instance_state(
         name, Role.DECODE, **{"itl_s": itl_s, "decode_tokens": tokens, "decode_legs": 1, **numbers}
     )
 
 
 def make_router_state(*instances: InstanceState, **fields: Any) -> RouterState:
-    """Build the router's state of these instances, at generation 1 and time NOW_S."""
+    """Build a router state with these instances at `NOW_S`; generation 1 was acknowledged long ago."""
     return router_state(*instances, **{"acknowledged_at_s": LONG_AGO_S, "at_s": NOW_S, **fields})
 
 
@@ -37,12 +37,12 @@ def entry(role: Role, **fields: Any) -> RoleAssignment:
 
 
 def assignment(roles: Mapping[str, RoleAssignment], **fields: Any) -> PDAssignmentSpec:
-    """Build an assignment with floors of 1."""
+    """Build the assignment of the service `chat`, with floors of 1."""
     return PDAssignmentSpec(service="chat", roles=dict(roles), **fields)
 
 
 def make_observation(*instances: InstanceState, **fields: Any) -> Observation:
-    """Build an observation in which every instance of the router is assigned its role and serving."""
+    """Build an observation in which each instance serves and its assigned role is its current role."""
     roles = {i.name: entry(i.role) for i in instances}
     default: dict[str, Any] = {
         "assignment": assignment(roles),
@@ -54,7 +54,7 @@ def make_observation(*instances: InstanceState, **fields: Any) -> Observation:
 
 
 def make_rules(**fields: Any) -> AutoscalingRules:
-    """Build rules with objectives of 1 s and 100 ms, Arrow's thresholds, and one tick to flip."""
+    """Build rules of Arrow: TTFT 1 s, TPOT 100 ms, flip at the first tick, cooldown 10 s."""
     default: dict[str, Any] = {
         "mode": AutoscalingMode.AUTO,
         "policy": FlipPolicy.ARROW,
@@ -70,7 +70,7 @@ def make_rules(**fields: Any) -> AutoscalingRules:
 
 
 def make_flip_request(role: Role, reason: str = "predicted TTFT 1.4 s") -> FlipRequest:
-    """Build a flip request of the router."""
+    """Build the router's first flip request."""
     return FlipRequest(seq=1, role=role, reason=reason)
 
 

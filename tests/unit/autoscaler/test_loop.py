@@ -1,6 +1,10 @@
-"""The control loop against the memory store: what it writes, when, and how it handles failures of others."""
+"""When the autoscaler's loop writes a flip, and what it does without store or router.
+
+Also with missing or stale objects, and with another writer. One test is of the decision history.
+"""
 
 import asyncio
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -28,9 +32,9 @@ from tests.waiting import advance
 
 
 class ScriptedRouter:
-    """A `RouterClient` with scripted state that acknowledges every generation at once.
+    """Fake `RouterClient`: the test sets the router's instances and flip requests.
 
-    `instances` of None: the router does not respond.
+    The router acknowledges every generation at once. If `instances` is None, it does not respond.
     """
 
     def __init__(self, clock: Clock, *instances: InstanceState) -> None:
@@ -58,7 +62,10 @@ class ScriptedRouter:
 
 
 class ConflictingStore(MemoryStore):
-    """A memory store in which another writer wins the first `conflicts_left` writes of the assignment."""
+    """A memory store that can be unavailable, and in which another writer can be faster.
+
+    Before each of the next `conflicts_left` patches, the other writer changes the assignment.
+    """
 
     conflicts_left = 0
     unavailable = False
@@ -74,7 +81,7 @@ class ConflictingStore(MemoryStore):
 
 
 class FakeServiceObjects:
-    """`ServiceObjects` whose objects the test sets, like a watch that may lag behind the store."""
+    """`ServiceObjects` that the test sets. As with a real watch, they may be older than the store."""
 
     def __init__(self) -> None:
         self.the_service: PDService | None = None
@@ -96,7 +103,11 @@ class FakeServiceObjects:
 
 
 class AutoscalerSetup:
-    """One service of two prefill and one decode instance; decode is at its objective."""
+    """An autoscaler and one service, whose load calls for a flip from prefill to decode.
+
+    The service has two prefill instances and one decode instance, whose ITL equals the TPOT objective.
+    The objects exist after `create_objects`.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -144,11 +155,11 @@ class AutoscalerSetup:
         self.objects.the_instances.append(_instance(name, "Serving"))
 
     async def set_phase(self, name: str, phase: str) -> None:
-        """Change an instance's phase in the store; the autoscaler's watch lags behind."""
+        """Change an instance's phase in the store only: the autoscaler's watch does not show it yet."""
         await self.store.patch_status(PDInstance, name, {"phase": phase}, namespace="default")
 
     async def refresh_assignment(self) -> None:
-        """Bring the assignment that the autoscaler watches up to date."""
+        """Copy the assignment from the store to the objects that the autoscaler watches."""
         self.objects.the_assignment = await self.read_assignment()
 
     async def read_assignment(self) -> PDAssignment:
@@ -221,12 +232,22 @@ async def test_nothing_is_written_in_advise_off_or_paused(
     assert (decision.action, await setup.read_assignment()) == (action, before)
 
 
+@pytest.mark.parametrize(("policy", "shown"), [("arrow", (0.9, 0.4)), ("balanced", (None, None))])
+async def test_the_thresholds_of_arrow_are_shown(
+    setup: AutoscalerSetup, policy: str, shown: tuple[float | None, float | None]
+) -> None:
+    await setup.create_objects(policy=policy, arrow={"expand": 0.9, "shrink": 0.4})
+    await setup.autoscaler.tick()
+    values = [read_metric(setup, "threshold_ratio", threshold=name) for name in ("expand", "shrink")]
+    assert tuple(None if value is None or math.isnan(value) else value for value in values) == shown
+
+
 async def test_a_write_conflict_makes_the_autoscaler_decide_again(setup: AutoscalerSetup) -> None:
     await setup.create_objects()
     setup.store.conflicts_left = 2
     decision = await setup.autoscaler.tick()
     assert (decision.action, await setup.role_letters()) == (DecisionAction.FLIP, "PDD")
-    assert (await setup.read_assignment()).spec.flips == 41  # 40 by the last conflicting write, 1 by the flip
+    assert (await setup.read_assignment()).spec.flips == 41  # the other writer set 40, the flip added 1
     assert read_metric(setup, "write_conflicts_total") == 2
 
 
@@ -312,7 +333,7 @@ async def test_an_instance_that_is_not_serving_is_not_flipped(setup: AutoscalerS
 
 
 async def test_a_flip_is_rechecked_against_the_instances_in_the_store(setup: AutoscalerSetup) -> None:
-    """An instance was replaced under its name; the watch of instances lags behind that of the assignment."""
+    """An instance is starting again, and the watch still shows it as serving."""
     await setup.create_objects()
     await setup.set_phase("chat-0", "Starting")
     decision = await setup.autoscaler.tick()

@@ -23,6 +23,7 @@ def test_in_a_cluster_only_store_and_token_file_are_required(token: str) -> None
         store="in-cluster",
         router_state=IN_CLUSTER_ROUTER_STATE_URL,
         token_file=Path(token),
+        state_ca=None,
         host="127.0.0.1",
         port=0,
         log_level="info",

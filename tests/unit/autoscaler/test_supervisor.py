@@ -45,7 +45,9 @@ class SupervisorSetup:
             self.store,
             namespace=namespace,
             only_service=only_service,
-            router_client_for=lambda *key: UnavailableRouter(self.polled, key, fault=key[1] == faulty),
+            router_client_for=lambda namespace, name, _service: UnavailableRouter(
+                self.polled, (namespace, name), fault=name == faulty
+            ),
             clock=SystemClock(),
             histories=self.histories,
             metrics=self.metrics,

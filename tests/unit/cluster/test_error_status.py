@@ -1,4 +1,4 @@
-"""Errors on the wire: the client raises the error that the server raised."""
+"""Status objects and errors: our errors survive a round trip, and those of API servers become our errors."""
 
 from typing import Any
 
@@ -78,6 +78,7 @@ def test_api_server_statuses_become_our_errors(status: dict[str, Any], expected:
 
 
 SENT = {"spec": {"instances": 3, "pools": [{"name": "a"}, {"name": "b", "nonsense": 1}]}}
+"""The object that the API server refused: the refused value is read from it."""
 
 
 def status(code: int, reason: str, message: str, *causes: dict[str, str]) -> dict[str, Any]:
@@ -153,7 +154,7 @@ def status(code: int, reason: str, message: str, *causes: dict[str, str]) -> dic
                 '"pdservices" in API group "fulcrum.dev" in the namespace "team"',
             ),
             Forbidden("system:serviceaccount:a:b cannot list pdservices.fulcrum.dev in namespace team"),
-            id="a missing right in a namespace",
+            id="a missing permission in a namespace",
         ),
         pytest.param(
             status(
@@ -163,7 +164,7 @@ def status(code: int, reason: str, message: str, *causes: dict[str, str]) -> dic
                 "at the cluster scope",
             ),
             Forbidden("me cannot watch nodes at cluster scope"),
-            id="a missing right at cluster scope",
+            id="a missing permission at cluster scope",
         ),
         pytest.param(
             status(403, "Forbidden", 'pods "x" is forbidden: exceeded quota: compute'),
@@ -173,7 +174,7 @@ def status(code: int, reason: str, message: str, *causes: dict[str, str]) -> dic
         pytest.param(
             status(401, "Unauthorized", "Unauthorized"),
             Forbidden("the API server does not accept these credentials: Unauthorized"),
-            id="no valid credentials",
+            id="invalid credentials",
         ),
         pytest.param(
             status(

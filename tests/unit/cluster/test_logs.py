@@ -1,4 +1,7 @@
-"""Log lines: JSON, without values of local variables and, if asked for, without texts of exceptions."""
+"""Log lines are JSON and never hold values of local variables.
+
+With `exception_texts=False` they do not hold the texts of exceptions either.
+"""
 
 import asyncio
 import io
@@ -34,7 +37,7 @@ def read(stream: io.StringIO) -> list[dict[str, Any]]:
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
-@pytest.mark.parametrize("texts", [True, False], ids=["with texts", "without texts"])
+@pytest.mark.parametrize("texts", [True, False], ids=["with exception texts", "without exception texts"])
 def test_an_exception_is_one_line_without_the_values_of_local_variables(texts: bool) -> None:
     stream = io.StringIO()
     configure_logging(stream, exception_texts=texts)

@@ -1,4 +1,7 @@
-"""`EngineRuntime` of a cluster: one pod for each PDInstance, with the instance's name."""
+"""Runs engines in a cluster: one pod for each PDInstance, with the instance's name.
+
+`plan/` decides which engines to start and stop. `pod_status` derives the observation from a pod.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -11,7 +14,7 @@ from fulcrum_core.api import PDInstance, PDService, conditions
 from fulcrum_core.api.labels import INSTANCE_LABEL, ROLE_LABEL, SERVICE_LABEL
 from fulcrum_core.errors import AlreadyExists, Conflict, Forbidden, InvalidInput, NotFound, StoreError
 from fulcrum_core.ports import EngineObservation, EngineState, InstanceKey, NodeDeparture, instance_key
-from fulcrum_core.values import FlipStrategy, Phase
+from fulcrum_core.values import FlipStrategy
 from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.cached_store import check_is_leader
 from fulcrum_operator.controller.context import ServiceKey
@@ -19,28 +22,30 @@ from fulcrum_operator.controller.pods.pod_status import observe_pod
 from fulcrum_operator.controller.pods.role_probe import ContainerRun, RoleProbes
 from fulcrum_operator.manifests.engine_pod import engine_pod
 from fulcrum_operator.manifests.names import InstallationSettings
+from fulcrum_operator.plan.instance_state import WORKING_PHASES
 from fulcrum_operator.plan.ownership import parse_metadata
 
 RETRY_S = 10.0
-"""Delay before a refused pod (a quota, an invalid template) is created again, in seconds."""
+"""Delay before the next attempt to create a refused pod (a quota, an invalid template), in seconds."""
 DRAINED_GRACE_S = 5.0
 """Time of a drained engine from deletion to SIGKILL, preStop hook included, in seconds.
 
-With the pod's own grace period the engine would wait for the lease of KV that only the role probe left: half
-a minute for each flip by restart and each scale-down.
+The role probe leaves KV under a lease in the engine. With the pod's own grace period, the engine would wait
+half a minute for the end of that lease, at each flip by restart and at each scale-down.
 """
 _QUOTA_EXCEEDED = "exceeded quota"
 """Text in the API server's refusal of a pod that exceeds a ResourceQuota."""
-PROBING = "its roles are probed"
-
-_PHASES_AT_WORK = (Phase.SERVING, Phase.DRAINING)
+PROBING = "the role probe has no result yet"
 
 _log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class _KnownPod:
-    """A cached pod and what was derived from it. The cache replaces a pod that changes, and alters none."""
+    """A cached pod and what was derived from it.
+
+    The cache replaces a changed pod by a new object, so `is` shows whether this one is current.
+    """
 
     pod: Object
     is_engine: bool
@@ -60,18 +65,23 @@ class _RefusedPod:
 
 
 class PodRuntime:
-    """Engines as pods; `fulcrum_core.ports.EngineRuntime`. Observations come from the cache.
+    """Engines as pods; implements `fulcrum_core.ports.EngineRuntime`.
 
-    An engine counts as running once its pod is ready and the role probe of this container run has a result.
+    `observe` reads the cache, and starts the role probe of each engine whose pod is ready. An engine is
+    observed as starting until the probe of its container run has a result. An engine that serves or drains
+    according to its PDInstance is observed as running, also after a restart of the operator.
+
+    `start` does not raise if the API server refuses the pod, or if a pod of somebody else has its name.
+    `observe` then reports the reason, and `RETRY_S` later the pod is tried again, unless `stop` is called.
 
     Args:
         objects: API to create and delete pods with.
         cache: Last known pods, instances and services.
         probes: Role probes of the engines.
         settings: Settings of the installation.
-        is_leader: Returns whether this process may write now.
-        on_change: Called with a service whose engines may be observed differently now.
-        departure_of: Returns the departure of a node, or None if it stays.
+        is_leader: Returns whether this process may write now; if not, writes raise `NotLeader`.
+        on_change: Called with a service when `observe` may return something else for its engines.
+        departure_of: Returns the departure of a node, or None if the node is not departing.
     """
 
     def __init__(
@@ -92,7 +102,7 @@ class PodRuntime:
         """Uids of the pods that were deleted by `stop`."""
         self._pod_uids: dict[InstanceKey, str] = {}
         self._known_pods: dict[InstanceKey, _KnownPod] = {}
-        """Pods as last derived: each reconcile looks at all pods of its namespace."""
+        """What was derived from each pod, so that a reconcile derives only what changed in its namespace."""
         self._refused_pods: dict[InstanceKey, _RefusedPod] = {}
         self._retries: set[asyncio.Task[None]] = set()
         """References to the running tasks; asyncio itself keeps only weak ones."""
@@ -122,7 +132,7 @@ class PodRuntime:
             self._record_refusal(key, instance, startup_s, refusal)
 
     async def stop(self, key: InstanceKey, *, drained: bool = False) -> None:
-        """See `EngineRuntime`. An engine that is not drained has the pod's own grace period."""
+        """See `EngineRuntime`. An engine that is not drained gets the pod's own grace period."""
         refused = self._refused_pods.pop(key, None)
         if refused is not None:
             refused.timer.cancel()
@@ -166,7 +176,7 @@ class PodRuntime:
         return tuple(engines[name] for name in sorted(engines))
 
     def forget_namespace(self, namespace: str) -> None:
-        """Drop what is stored about the pods of a namespace that has no service any more."""
+        """Forget the pods of a namespace that has no service any more."""
         self._forget_deleted_pods(namespace, {})
         for key in [key for key in self._known_pods if key.namespace == namespace]:
             del self._known_pods[key]
@@ -214,17 +224,20 @@ class PodRuntime:
                 instance.spec.model,
                 on_result=lambda: self._on_change(service),
             )
-        if _has_worked(instance, self._known_pod(key, pod).run):
-            return engine  # the result of an earlier operator was not stored: the CRDs lacked the field
+        if _is_working_run(instance, self._known_pod(key, pod).run):
+            return engine  # an earlier operator probed it, but the CRDs had no field for the result
         return replace(engine, state=EngineState.STARTING, message=PROBING)
 
     def _is_probed(self, key: InstanceKey, pod: Object) -> bool:
-        """Whether the role probe of this container run has a result, also one of an earlier operator."""
+        """Whether the role probe of this container run has a result.
+
+        A result that an earlier operator wrote into the PDInstance's status is adopted.
+        """
         run = self._known_pod(key, pod).run
         if self._probes.result(run) is not None:
             return True
         instance = self._cache.get_resource(PDInstance, key.namespace, key.name)
-        if instance is None or instance.status.flip_strategy is None or not _has_worked(instance, run):
+        if instance is None or instance.status.flip_strategy is None or not _is_working_run(instance, run):
             return False
         self._probes.adopt(run, instance.status.flip_strategy)
         return True
@@ -244,7 +257,7 @@ class PodRuntime:
         return bool(self._stopped_uids.get(key) == pod["metadata"]["uid"])
 
     def _forget_deleted_pods(self, namespace: str, pods: dict[str, Object]) -> None:
-        """Drop what is stored about pods that were deleted or recreated."""
+        """Forget pods that were deleted or recreated; `pods` are the engine pods that exist."""
         now = {InstanceKey(namespace, name): pod["metadata"]["uid"] for name, pod in pods.items()}
         for key, uid in [item for item in self._pod_uids.items() if item[0].namespace == namespace]:
             if now.get(key) != uid:
@@ -299,15 +312,18 @@ class PodRuntime:
             del self._refused_pods[key]
 
 
-def _has_worked(instance: PDInstance | None, run: ContainerRun) -> bool:
-    """Whether this run of the engine is at work by the instance's status: then its roles were probed."""
-    if instance is None or instance.status.phase not in _PHASES_AT_WORK:
+def _is_working_run(instance: PDInstance | None, run: ContainerRun) -> bool:
+    """Whether this run serves or drains by the instance's status; if so, an operator has probed it."""
+    if instance is None or instance.status.phase not in WORKING_PHASES:
         return False
     return instance.status.restarts == run.restarts
 
 
 def _is_engine_pod(pod: Object) -> bool:
-    """Whether the operator made the pod, by its labels and controller; its PDInstance may be deleted."""
+    """Whether the operator created the pod, by its labels and its owner.
+
+    An orphaned pod has no owner any more and counts, too.
+    """
     meta = pod["metadata"]
     labels, owner = meta.get("labels", {}), parse_metadata(pod).controller
     made_by_us = owner is None or owner.kind == PDInstance.kind_name()

@@ -14,7 +14,7 @@ from fulcrum_operator.controller.pods.pod_status import (
     start_failure_of,
     without_sandbox_since_s,
 )
-from fulcrum_operator.manifests.children import TLS_OPTION
+from fulcrum_operator.manifests.children import STATE_TLS_OPTION, TLS_OPTION
 from fulcrum_operator.plan.observed import FailureCause
 
 SANDBOX_WAIT_S = 60.0
@@ -47,19 +47,30 @@ def serves_tls(cache: ObjectCache, service: PDService) -> bool:
 
     After a change of `spec.router.tls` the former routers serve until new ones are ready.
     """
+    return _active_router_has(cache, service, TLS_OPTION, specified=service.spec.router.tls is not None)
+
+
+def serves_state_tls(cache: ObjectCache, service: PDService) -> bool:
+    """Whether the state port has TLS: as the active router serves; if there is none, as specified."""
+    specified = service.spec.router.state_tls is not None
+    return _active_router_has(cache, service, STATE_TLS_OPTION, specified=specified)
+
+
+def _active_router_has(cache: ObjectCache, service: PDService, option: str, *, specified: bool) -> bool:
     meta = service.metadata
     found = cache.get_object(ENDPOINT_SLICE, meta.namespace, f"{meta.name}-router") or {}
     names = (each.get("targetRef", {}).get("name", "") for each in found.get("endpoints") or ())
     pods = (cache.get_object(POD, meta.namespace, name) for name in names)
     active = next((pod for pod in pods if pod is not None), None)
     if active is None:
-        return service.spec.router.tls is not None
-    return any(TLS_OPTION in container["args"] for container in active.get("spec", {}).get("containers", ()))
+        return specified
+    return any(option in container["args"] for container in active.get("spec", {}).get("containers", ()))
 
 
 def _describe_stuck(pod: Pod, service: PDService | None) -> FailureCause:
-    name, tls = pod["metadata"]["name"], service.spec.router.tls if service else None
-    secret = f"; does the Secret {tls.secret_name} exist?" if tls else ""
+    name, router = pod["metadata"]["name"], service.spec.router if service else None
+    names = [tls.secret_name for tls in (router.tls, router.state_tls) if tls] if router else []
+    secret = "".join(f"; does the Secret {each} exist?" for each in names)
     text = f"router {name}: its volumes or its network are not ready after {SANDBOX_WAIT_S:.0f} s{secret}"
     return FailureCause(conditions.ROUTER_START_FAILED, text, f"{name}/sandbox")
 

@@ -1,4 +1,7 @@
-"""Rows of `fulcrum plan` on layout, precision and KV transfer: each value with its reason."""
+"""Explains layout, precision and KV transfer of an engine in `fulcrum plan`: each value with its reason.
+
+`launch_request` and `connectors` decide the values; `vllm/launch.py` collects these explanations.
+"""
 
 from collections.abc import Iterator
 
@@ -12,8 +15,8 @@ from fulcrum_operator.engines.vllm.connectors import flip_strategy, kv_lease_s, 
 from fulcrum_operator.engines.vllm.user_args import user_kv_lease_s
 
 
-def layout_choices(request: LaunchRequest) -> Iterator[Choice]:
-    """Rows for the ranks and the distribution of experts."""
+def explain_layout(request: LaunchRequest) -> Iterator[Choice]:
+    """Yield the sizes of tensor, pipeline and data parallelism, and how the ranks share the experts."""
     layout, facts = request.layout, request.facts
     why = (
         "set in the manifest"
@@ -28,8 +31,8 @@ def layout_choices(request: LaunchRequest) -> Iterator[Choice]:
         yield Choice("expert", str(layout.expert).lower(), f"of {facts.experts}, every rank has {share}")
 
 
-def precision_choices(request: LaunchRequest) -> Iterator[Choice]:
-    """Rows for the precision of weights and KV, with the memory they take in the whole instance."""
+def explain_precision(request: LaunchRequest) -> Iterator[Choice]:
+    """Yield the precision of weights and KV; if the model is known, with their memory (KV: for one token)."""
     weights, kv, facts = request.quantization.weights, request.quantization.kv_cache, request.facts
     if facts is None:
         for name, value in (("weights", weights.value), ("kvCache", kv.value)):
@@ -50,8 +53,8 @@ def precision_choices(request: LaunchRequest) -> Iterator[Choice]:
         yield Choice("kvCache", kv.value, f"set in the manifest: {token}")
 
 
-def transfer_choices(request: LaunchRequest) -> tuple[Choice, ...]:
-    """Rows of `fulcrum plan` on KV transfer: flip strategy, lease, buffer and tiers with their reasons."""
+def explain_kv_transfer(request: LaunchRequest) -> tuple[Choice, ...]:
+    """Return flip strategy (flexible pools only), KV lease, buffer size and KV cache tiers."""
     connector = request.kv_transfer.connector
     strategy = flip_strategy(connector)
     reasons = {
@@ -76,7 +79,7 @@ def transfer_choices(request: LaunchRequest) -> tuple[Choice, ...]:
 
 
 def _describe_longest_transfer(request: LaunchRequest) -> str:
-    """Describe how long a KV transfer of the longest prompt takes, for the reason of the lease."""
+    """Describe how long a KV transfer of the longest prompt takes: a part of the reason for the KV lease."""
     longest_s, fabric = longest_transfer_s(request), request.hardware.fabric
     if not longest_s:
         return "the transfer time of the longest prompt is not known"

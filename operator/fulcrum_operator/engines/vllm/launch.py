@@ -25,7 +25,7 @@ from fulcrum_operator.engines.launch import (
 )
 from fulcrum_operator.engines.launch_request import LaunchRequest
 from fulcrum_operator.engines.vllm import connectors
-from fulcrum_operator.engines.vllm.choices import layout_choices, precision_choices, transfer_choices
+from fulcrum_operator.engines.vllm.choices import explain_kv_transfer, explain_layout, explain_precision
 from fulcrum_operator.engines.vllm.resources import choose_resources
 from fulcrum_operator.engines.vllm.settings import VllmSettings, choose_settings
 from fulcrum_operator.engines.vllm.ucx import ucx_environment
@@ -82,10 +82,10 @@ def plan_engine(request: LaunchRequest, placement: EnginePlacement) -> EnginePla
         launch=launch,
         fit=fit,
         choices=(
-            *layout_choices(request),
-            *precision_choices(request),
+            *explain_layout(request),
+            *explain_precision(request),
             *choices,
-            *transfer_choices(request),
+            *explain_kv_transfer(request),
             *resource_choices,
         ),
         unsupported=unsupported,

@@ -17,7 +17,7 @@ _CAUSES_LISTED_MAX = 8
 _MOST_SEVERE_FIRST = (
     *(conditions.RECONCILE_FAILED, conditions.NAME_TAKEN, conditions.CHILD_REFUSED),
     *(conditions.ROLLED_BACK, conditions.IMAGE_PULL_FAILED, conditions.ROUTER_START_FAILED),
-    conditions.ENGINE_START_FAILED,
+    *(conditions.STATE_PORT_UNTRUSTED, conditions.ENGINE_START_FAILED),
     *(conditions.UNSCHEDULABLE, conditions.NODE_LOST, conditions.INSTANCE_LOST),
     *(conditions.INSTANCES_FAILED, conditions.RELABEL_NOT_SUPPORTED, conditions.NODES_FORBIDDEN),
     *(conditions.CRDS_OUTDATED, conditions.TEMPLATE_PROBLEM),

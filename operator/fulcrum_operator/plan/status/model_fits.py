@@ -72,16 +72,16 @@ def _config_not_read(why: str) -> Fit:
     return Fit(status="Unknown", reason=MODEL_UNKNOWN, message=message)
 
 
-def _why_not_read(observed: Observed, start: LaunchSpec) -> str:
-    known = _model_status(observed, start)
+def _why_not_read(observed: Observed, launch_spec: LaunchSpec) -> str:
+    known = _model_status(observed, launch_spec)
     if known is not None and known.error is not None:
         return known.error
-    return f"{_describe_location(start)}; run fulcrum plan --model-config to check it"
+    return f"{_describe_location(launch_spec)}; run fulcrum plan --model-config to check it"
 
 
-def _model_status(observed: Observed, start: LaunchSpec) -> ModelStatus | None:
+def _model_status(observed: Observed, launch_spec: LaunchSpec) -> ModelStatus | None:
     known = observed.service.status.model
-    return known if known is not None and known.key == model_key(start) else None
+    return known if known is not None and known.key == model_key(launch_spec) else None
 
 
 def _estimated_fit(observed: Observed, instance: PDInstance) -> Fit | None:
@@ -101,9 +101,9 @@ def _out_of_memory(observed: Observed, instance: PDInstance) -> str | None:
     return f"{instance.metadata.name} used more memory than its limit: {engine.exit_reason}"
 
 
-def _describe_location(start: LaunchSpec) -> str:
+def _describe_location(launch_spec: LaunchSpec) -> str:
     """Where the model is, for the message that its config.json was not read."""
-    source = start.model_source
+    source = launch_spec.model_source
     if source is not None and source.pvc is not None:
         return f"it is in the claim {source.pvc}"
     if source is not None and source.host_path is not None:

@@ -68,6 +68,7 @@ def service_status(
         flips=assignment.flips,
         last_decision=last_decision(roles, refused_for_s=REFUSED_FOR_S),
         endpoint=observed.endpoint,
+        state_tls=observed.state_tls,
         model=observed.service.status.model,
         observed_generation=service.metadata.generation,
     )

@@ -42,8 +42,8 @@ def chat(pool: Json | None = None, **spec: Any) -> PDService:
 
 
 def make_read(owner: PDService, attempt: int = 1) -> ModelReadRequest:
-    start = desired_pools(owner, ())[0].spec.launch_spec
-    return ModelReadRequest(start, model_key(start), attempt)
+    launch_spec = desired_pools(owner, ())[0].spec.launch_spec
+    return ModelReadRequest(launch_spec, model_key(launch_spec), attempt)
 
 
 def pod(owner: PDService) -> Json:
@@ -63,9 +63,9 @@ def test_the_model_reader_pod_equals_its_golden_file(
 )
 def test_the_reader_mounts_the_model_at_the_engines_path(spec: Json) -> None:
     owner = chat(**spec)
-    start = desired_pools(owner, ())[0].spec.launch_spec
+    launch_spec = desired_pools(owner, ())[0].spec.launch_spec
     member = instance("chat-0")
-    update = {name: getattr(start, name) for name in type(start).model_fields}
+    update = {name: getattr(launch_spec, name) for name in type(launch_spec).model_fields}
     member = member.replace(spec=member.spec.model_copy(update=update))
     engine = engine_pod(member, owner, SETTINGS, startup_s=1.0)["spec"]
     reader = pod(owner)["spec"]

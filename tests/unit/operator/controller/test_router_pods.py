@@ -1,5 +1,6 @@
 """Failures of routers name the pod, the cluster's reason and the last exit."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from fulcrum_core.api.labels import ROUTER_LABEL
 from fulcrum_core.api.meta import format_time
 from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.context import Problems, ServiceKey
-from fulcrum_operator.controller.pods.router_pods import find_router_failures, serves_tls
+from fulcrum_operator.controller.pods.router_pods import find_router_failures, serves_state_tls, serves_tls
 from fulcrum_operator.plan.observed import FailureCause
 from tests.unit.operator.builders import NOW_S, service
 
@@ -132,16 +133,25 @@ def test_a_router_whose_volumes_are_not_ready_names_the_secret(
     assert find_router_failures(cache, KEY, now_s=NOW_S + after_s) == problems
 
 
-def test_clients_reach_the_service_as_its_active_router_serves() -> None:
-    plain, with_tls = service(), service_with_tls()
+@pytest.mark.parametrize(
+    ("field", "option", "serves"),
+    [
+        pytest.param("tls", "--tls-certificate", serves_tls, id="port for clients"),
+        pytest.param("stateTls", "--state-tls-certificate", serves_state_tls, id="state port"),
+    ],
+)
+def test_a_port_of_the_service_is_used_as_its_active_router_serves(
+    field: str, option: str, serves: Callable[[ObjectCache, PDService], bool]
+) -> None:
+    plain, with_tls = service(), service(router={field: {"secretName": "chat-tls"}})
     cache = ObjectCache(lambda _key: None)
-    seen = [(serves_tls(cache, plain), serves_tls(cache, with_tls))]
-    for version, args in enumerate(([], ["--tls-certificate", "/tls.crt"]), start=1):
+    seen = [(serves(cache, plain), serves(cache, with_tls))]
+    for version, args in enumerate(([], [option, "/tls.crt"]), start=1):
         pod = waiting_pod("") | {"spec": {"containers": [{"name": "router", "args": args}]}}
         pod["metadata"]["resourceVersion"] = str(version)
         endpoints = [{"addresses": ["10.0.0.1"], "targetRef": {"kind": "Pod", "name": "r-1"}}]
         meta = {"name": "chat-router", "namespace": "default", "resourceVersion": str(version)}
         cache.put_object(POD, pod)
         cache.put_object(ENDPOINT_SLICE, {"metadata": meta, "endpoints": endpoints})
-        seen.append((serves_tls(cache, plain), serves_tls(cache, with_tls)))
+        seen.append((serves(cache, plain), serves(cache, with_tls)))
     assert seen == [(False, True), (False, False), (True, True)]

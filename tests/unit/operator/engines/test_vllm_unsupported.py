@@ -1,4 +1,4 @@
-"""Unsupported settings are refused with a reason, or left to the engine."""
+"""Unsupported settings give a reason and no launch. If no usual kernel suits, the engine chooses one."""
 
 from dataclasses import replace
 

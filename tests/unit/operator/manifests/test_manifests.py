@@ -79,8 +79,10 @@ def pod_specs() -> Iterable[dict[str, Any]]:
     yield pod()["spec"]
     yield pod(CUSTOMIZED)["spec"]
     yield children()["Deployment", "chat-router"]["spec"]["template"]["spec"]
-    start = instance(**PLAIN, modelSource={"pvc": "models"}).spec.launch_spec
-    yield model_reader_pod(ModelReadRequest(start, model_key(start), 1), service(), SETTINGS)["spec"]
+    launch_spec = instance(**PLAIN, modelSource={"pvc": "models"}).spec.launch_spec
+    yield model_reader_pod(ModelReadRequest(launch_spec, model_key(launch_spec), 1), service(), SETTINGS)[
+        "spec"
+    ]
 
 
 @pytest.mark.parametrize(

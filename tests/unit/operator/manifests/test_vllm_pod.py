@@ -30,8 +30,8 @@ def service(pool: dict[str, Any] | None = None, **spec: Any) -> PDService:
 def instance(owner: PDService, role: str | None = None) -> PDInstance:
     """The first instance of its pool, as the plan creates it."""
     pool = desired_pools(owner, ())[0]
-    start = pool.spec.launch_spec.model_dump(by_alias=True)
-    spec = {**start, "service": "chat", "pool": pool.metadata.name, "role": role}
+    launch_spec = pool.spec.launch_spec.model_dump(by_alias=True)
+    spec = {**launch_spec, "service": "chat", "pool": pool.metadata.name, "role": role}
     return PDInstance.model_validate({"metadata": {"name": "chat-0", "uid": "u0"}, "spec": spec})
 
 

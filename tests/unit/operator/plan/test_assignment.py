@@ -237,7 +237,7 @@ def test_choice_of_the_removed_instance_does_not_change() -> None:
 @pytest.mark.parametrize(
     ("by", "stays"),
     [
-        pytest.param(Actor.OPERATOR, False, id="the operator's own cordon is lifted"),
+        pytest.param(Actor.OPERATOR, False, id="the operator's own cordon is removed"),
         pytest.param(Actor.PERSON, True, id="a person's cordon stays"),
     ],
 )

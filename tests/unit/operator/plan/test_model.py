@@ -58,10 +58,10 @@ def running_service(
 ) -> Observed:
     """A service with two serving instances, started with these facts; `spec` overrides its fields."""
     pools = desired_pools(service(**VLLM), ())
-    start = pools[0].spec.launch_spec
+    launch_spec = pools[0].spec.launch_spec
     observed = settled(PAIR, spec={**VLLM, **spec}, pools=pools)
-    made = {"revision": start.launch_revision, "config_excerpt": facts}
-    update = {**{name: getattr(start, name) for name in type(start).model_fields}, **made}
+    made = {"revision": launch_spec.launch_revision, "config_excerpt": facts}
+    update = {**{name: getattr(launch_spec, name) for name in type(launch_spec).model_fields}, **made}
     members = tuple(i.replace(spec=i.spec.model_copy(update=update)) for i in observed.instances)
     return with_model_status(replace(observed, instances=members, can_read_models=True), known)
 
@@ -87,7 +87,7 @@ def test_the_first_instances_wait_until_the_model_is_read() -> None:
     plan = plan_service(observed := new_service())
     assert created_instances(plan, observed) == []
     assert plan.model_read is not None
-    assert (plan.model_read.key, plan.model_read.attempt, plan.model_read.start.model) == (
+    assert (plan.model_read.key, plan.model_read.attempt, plan.model_read.launch_spec.model) == (
         model_key_of(),
         1,
         "m",
