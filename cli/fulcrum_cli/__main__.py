@@ -48,6 +48,12 @@ ServiceArgument = Annotated[
 ]
 InstanceArgument = Annotated[str, typer.Argument(help="Name of the instance.")]
 OutputOption = Annotated[str | None, typer.Option("-o", "--output", help="Output format: json or yaml.")]
+PlotOption = Annotated[
+    Path | None, typer.Option(help="Draw the run over time into this HTML file; needs fulcrum[plot].")
+]
+RecordOption = Annotated[
+    Path | None, typer.Option(help="Write the live page's states to this file, for fulcrum web --replay.")
+]
 KubeconfigOption = Annotated[Path | None, typer.Option(help="Use the cluster of this kubeconfig.")]
 ContextOption = Annotated[str | None, typer.Option(help="Use the cluster of this kubeconfig context.")]
 NamespaceOption = Annotated[
@@ -66,9 +72,9 @@ def play(
             help="Replay a recorded workload: our CSV, Azure, BurstGPT, Mooncake, Qwen Bailian or ServeGen."
         ),
     ] = None,
-    speed: Annotated[float, typer.Option(help="Replay the recording this many times faster.")] = 1.0,
+    speed: Annotated[float, typer.Option(help="Replay the trace this many times faster.")] = 1.0,
     scale: Annotated[
-        float, typer.Option(help="Multiply the recording's arrival rate; lengths stay the same.")
+        float, typer.Option(help="Multiply the trace's arrival rate; lengths stay the same.")
     ] = 1.0,
     mode: Annotated[
         str | None, typer.Option(help="Autoscaling mode instead of the manifest's: Off, Advise or Auto.")
@@ -85,6 +91,7 @@ def play(
     web: Annotated[
         bool, typer.Option("--web", help="Show the live view in the browser; prints the page's address.")
     ] = False,
+    record: RecordOption = None,
     json: Annotated[
         Path | None, typer.Option(help="Write the figures of the run to this file as JSON.")
     ] = None,
@@ -102,7 +109,7 @@ def play(
 
     options = parse_options(
         load=load, trace=trace, speed=speed, scale=scale, mode=mode, duration=duration, seed=seed, port=port,
-        file=file, headless=headless, web=web, json=json, kill_every=kill_every, flips=flips,
+        file=file, headless=headless, web=web, record=record, json=json, kill_every=kill_every, flips=flips,
         snapshot=snapshot,
     )  # fmt: skip
     raise typer.Exit(run(options))
@@ -150,6 +157,34 @@ def plan(
     from fulcrum_cli.commands.plan import run
 
     raise typer.Exit(run(file, model_config=model_config, output=output))
+
+
+@app.command()
+def regret(
+    service: ServiceArgument = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Replay requests saved earlier, instead of asking the router.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="Save the recorded requests to this file.")] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(help="Engine profile: a name, or a YAML file of fulcrum profile."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Simulate with this many seeds, and show the spread.")] = 3,
+    kubeconfig: KubeconfigOption = None,
+    context: ContextOption = None,
+    namespace: NamespaceOption = None,
+) -> None:
+    """Replay the last hour's requests with other policies, splits and numbers of instances."""
+    from fulcrum_cli.commands.regret import RegretOptions, run
+    from fulcrum_cli.target.selection import make_target_options
+
+    run(
+        RegretOptions(
+            target=make_target_options(kubeconfig, context, namespace),
+            service=service, file=file, save=save, profile=profile, seeds=seeds,
+        )
+    )  # fmt: skip
 
 
 @app.command()
@@ -227,9 +262,8 @@ def simulate(
     ] = 0.05,
     failures: Annotated[float, typer.Option(help="Engine failures per instance and hour.")] = 0.0,
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file as JSON.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw the run over time into this HTML file; needs fulcrum[plot].")
-    ] = None,
+    plot: PlotOption = None,
+    record: RecordOption = None,
 ) -> None:
     """Simulate a service under a workload in virtual time: an hour takes seconds."""
     from fulcrum_cli.commands.simulate import run
@@ -241,6 +275,7 @@ def simulate(
             find_rate=find_rate, check_rates=check_rates, scale=scale, speed=speed, slo_ttft=slo_ttft,
             slo_tpot=slo_tpot, seed=seed, seeds=seeds, state_age=state_age, flip_latency=flip_latency,
             model_error=model_error, step_noise=step_noise, failures=failures, json=json, plot=plot,
+            record=record,
         )
     )  # fmt: skip
 
@@ -292,15 +327,22 @@ def status(
 def web(
     service: ServiceArgument = None,
     port: Annotated[int, typer.Option(help="Port of the page on this machine; 0 means any free port.")] = 0,
+    record: RecordOption = None,
+    replay: Annotated[
+        Path | None, typer.Option(help="Show this file, which --record wrote, instead of a service.")
+    ] = None,
     kubeconfig: KubeconfigOption = None,
     context: ContextOption = None,
     namespace: NamespaceOption = None,
 ) -> None:
     """Show a service live in the browser: roles, requests, queues, latencies and decisions."""
-    from fulcrum_cli.commands.web import run
+    from fulcrum_cli.commands.web import run, run_replay
     from fulcrum_cli.target.selection import make_target_options
 
-    run(make_target_options(kubeconfig, context, namespace), service, port=port)
+    if replay is not None:
+        run_replay(replay, port=port)
+    else:
+        run(make_target_options(kubeconfig, context, namespace), service, port=port, record_file=record)
 
 
 @app.command()

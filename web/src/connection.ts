@@ -76,7 +76,7 @@ export async function follow(
 }
 
 /** Runs an action; returns what happened. */
-export async function act(action: Record<string, string>): Promise<{ ok: boolean; message: string }> {
+export async function act(action: Record<string, string | number>): Promise<{ ok: boolean; message: string }> {
   try {
     const response = await call("/api/actions", { method: "POST", body: JSON.stringify(action) });
     if (!response.ok) return { ok: false, message: await readError(response) };

@@ -54,7 +54,11 @@ function LatencyCard({ title, name, latency, objective, values }: LatencyProps) 
 }
 
 function describeTiers(state: State): string {
-  return state.tiers.map((tier) => `${tier.name} ${formatPercent(tier.attained)}`).join(" · ");
+  return state.tiers.map((tier) => `${tier.name} ${formatPercent(tier.attained)}${describeRefused(tier.refused)}`).join(" · ");
+}
+
+function describeRefused(rate: number): string {
+  return rate > 0 ? `, ${formatCount(Math.max(rate, 0.1))}/s refused` : "";
 }
 
 export function Figures({ state, history }: { state: State; history: Sample[] }) {
@@ -90,6 +94,7 @@ export function Figures({ state, history }: { state: State; history: Sample[] })
         <Chart values={history.map((sample) => sample.offered)} />
         <p class="small">
           {formatCount(Math.round(rates.output_tokens))} tokens/s · {formatCount(state.waiting)} waiting
+          {describeRefused(state.tiers.reduce((sum, tier) => sum + tier.refused, 0))}
         </p>
       </Card>
       <Card title="Split, prefill to decode">

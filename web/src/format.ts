@@ -18,8 +18,17 @@ export function formatCount(count: number): string {
   return count >= 100 || Number.isInteger(count) ? count.toFixed(0) : count.toFixed(1);
 }
 
+/** Earlier times are not unix time: they count from the start of a simulated run. */
+const FIRST_CLOCK_S = 1e9;
+
 export function formatClock(at_s: number): string {
+  if (at_s < FIRST_CLOCK_S) return formatElapsed(at_s);
   return new Date(at_s * 1000).toLocaleTimeString([], { hour12: false });
+}
+
+export function formatElapsed(seconds: number): string {
+  const [minutes, rest] = [Math.floor(seconds / 60), Math.floor(seconds % 60)];
+  return `${minutes}:${String(rest).padStart(2, "0")}`;
 }
 
 export function formatAge(seconds: number): string {

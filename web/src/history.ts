@@ -5,6 +5,7 @@ import type { State } from "./model";
 const SAMPLES_MAX = 240;
 
 export interface Sample {
+  at_s: number;
   ttft_s: number | null;
   tpot_s: number | null;
   attained: number | null;
@@ -14,7 +15,11 @@ export interface Sample {
 
 export function addSample(history: Sample[], state: State): Sample[] {
   const [prefill, decode] = state.desired;
+  const last = history.at(-1);
+  if (last && state.at_s < last.at_s) return addSample([], state); // a replay was moved back
+  if (last && state.replay && state.at_s === last.at_s) return history; // it stands still
   const sample: Sample = {
+    at_s: state.at_s,
     ttft_s: state.ttft.p99_s,
     tpot_s: state.tpot.p99_s,
     attained: state.attained,

@@ -35,7 +35,7 @@ const PADDING = 12;
 const SIDE_HEADER = 30;
 const POOL_LABEL = 20;
 const TILE_WIDTH_MAX = 208;
-const FULL_HEIGHT = { min: 92, max: 128 };
+const FULL_HEIGHT = { min: 102, max: 128 };
 const FULL_WIDTH_MIN = 112;
 const SHORT_WIDTH_MIN = 34;
 /** One side has room for this share of all tiles, so that a flip rarely changes the size. */

@@ -35,6 +35,9 @@ function Page() {
       {state && state.unavailable.length > 0 && (
         <Alert text={`Not responding: ${state.unavailable.join(", ")}. Its figures are old.`} />
       )}
+      {state?.controls?.too_slow && (
+        <Alert text="Machine too slow: engine steps are late, so latencies are those of this machine, not of the engine model." />
+      )}
       {state ? (
         <main>
           <Figures state={state} history={history} />
@@ -79,7 +82,9 @@ function Header({ state, connection }: { state: State | null; connection: Connec
           {state.simulated && ", simulated"} · autoscaling {state.mode} · {state.source}
         </p>
       )}
-      <span class={`connection ${connection}`}>{CONNECTIONS[connection]}</span>
+      <span class={`connection ${connection}`}>
+        {connection === "open" && state?.replay ? "replay" : CONNECTIONS[connection]}
+      </span>
       <ThemeButton />
     </header>
   );

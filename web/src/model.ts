@@ -1,5 +1,5 @@
 // What the server sends: one state of one service, twice a second. `cli/fulcrum_cli/web/page_model.py` builds it.
-// Times are seconds, shares are 0 to 1, and null means unknown.
+// Times are seconds (`at_s` is unix time, in a simulated run the time since its start), shares are 0 to 1, and null means unknown.
 
 export type Role = "Prefill" | "Decode" | "Both";
 
@@ -46,6 +46,17 @@ export interface Controls {
   loads: string[];
   load: string;
   started: boolean;
+  /** Latencies are caused by the machine, not by the engine model. */
+  too_slow: boolean;
+}
+
+/** Position in a recording, in seconds from its beginning. */
+export interface Replay {
+  position_s: number;
+  duration_s: number;
+  playing: boolean;
+  speed: number;
+  speeds: number[];
 }
 
 export interface State {
@@ -66,7 +77,8 @@ export interface State {
   ttft: Latency;
   tpot: Latency;
   attained: number | null;
-  tiers: { name: string; attained: number | null; offered: number }[];
+  /** Rates of requests; `refused`: not admitted, or over a rate limit. */
+  tiers: { name: string; attained: number | null; offered: number; refused: number }[];
   desired: [prefill: number, decode: number];
   actual: [prefill: number, decode: number];
   flips: number;
@@ -75,4 +87,6 @@ export interface State {
   unavailable: string[];
   /** Only in `fulcrum play`. */
   controls: Controls | null;
+  /** Only in `fulcrum web --replay`. */
+  replay?: Replay;
 }

@@ -3,15 +3,15 @@
 import { useState } from "preact/hooks";
 import { act } from "./connection";
 import { describeAge, describeTile } from "./fleet";
-import { plural } from "./format";
-import type { Controls, State, Tile } from "./model";
+import { formatElapsed, plural } from "./format";
+import type { Controls, Replay, State, Tile } from "./model";
 
 interface Notice {
   ok: boolean;
   message: string;
 }
 
-type Run = (action: Record<string, string>) => void;
+type Run = (action: Record<string, string | number>) => void;
 
 export function Panel({ state, selected }: { state: State; selected: string | null }) {
   const [notice, setNotice] = useState<Notice | null>(null);
@@ -24,6 +24,7 @@ export function Panel({ state, selected }: { state: State; selected: string | nu
   };
   return (
     <section class="panel" aria-label="Selected instance and load">
+      {state.replay && <ReplayButtons replay={state.replay} run={run} />}
       {state.controls && <LoadButtons controls={state.controls} busy={busy} run={run} />}
       <div class="instance">
         {tile ? (
@@ -39,6 +40,44 @@ export function Panel({ state, selected }: { state: State; selected: string | nu
         {notice?.message ?? ""}
       </p>
     </section>
+  );
+}
+
+function ReplayButtons({ replay, run }: { replay: Replay; run: Run }) {
+  const [dragged, setDragged] = useState<number | null>(null);
+  const position = dragged ?? Math.round(replay.position_s);
+  return (
+    <div class="replay" role="group" aria-label="Replay">
+      <button type="button" onClick={() => run({ action: replay.playing ? "pause" : "play" })}>
+        {replay.playing ? "Pause" : "Play"}
+      </button>
+      <input
+        type="range"
+        min={0}
+        max={Math.ceil(replay.duration_s)}
+        value={position}
+        aria-label="Position"
+        aria-valuetext={formatElapsed(position)}
+        onInput={(event) => setDragged(Number(event.currentTarget.value))}
+        onChange={(event) => {
+          run({ action: "seek", position_s: Number(event.currentTarget.value) });
+          setDragged(null);
+        }}
+      />
+      <span class="caption">
+        {formatElapsed(position)} of {formatElapsed(replay.duration_s)}
+      </span>
+      {replay.speeds.map((speed) => (
+        <button
+          type="button"
+          key={speed}
+          aria-pressed={speed === replay.speed}
+          onClick={() => run({ action: "speed", speed })}
+        >
+          {speed}×
+        </button>
+      ))}
+    </div>
   );
 }
 

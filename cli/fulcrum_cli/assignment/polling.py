@@ -1,4 +1,4 @@
-"""Polls a written change until it takes effect, is overruled or times out. Used by `flip` and `drain`."""
+"""For `flip` and `drain`: polls until a written change takes effect, is overruled or times out."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceObservation:
-    """The assignment and the instance at one time, after a change was written; None if deleted."""
+    """The assignment and the instance, read after a change was written; each is None if it was deleted."""
 
     assignment: PDAssignment | None
     instance: PDInstance | None
 
 
 class ChangeOverruled(FulcrumError):
-    """A written change that another client reverted, or that the operator refused."""
+    """Another client reverted a written change, the operator refused it, or the instance was deleted."""
 
 
 async def poll_until(
@@ -34,7 +34,7 @@ async def poll_until(
 ) -> tuple[T, bool]:
     """Call `observe` until `done` accepts its result; return the last result, and whether it was accepted.
 
-    `observe` is called at least once, and not again after `timeout_s`.
+    `observe` is called at least once and is never interrupted; a last call may start 0.2 s after `timeout_s`.
     """
     end_s = asyncio.get_running_loop().time() + timeout_s
     while True:
@@ -47,7 +47,7 @@ async def poll_until(
 
 
 async def observe_instance(connection: TargetConnection, write: AssignmentWrite) -> InstanceObservation:
-    """Read the assignment and the instance of the write."""
+    """Read the assignment and the instance that were written to."""
     service = write.assignment.metadata.name
     try:
         assignment = await connection.store.get(PDAssignment, service, namespace=connection.namespace)
@@ -61,7 +61,7 @@ async def observe_instance(connection: TargetConnection, write: AssignmentWrite)
 
 
 def has_taken_role(observation: InstanceObservation, write: AssignmentWrite, role: Role) -> bool:
-    """Whether the instance serves in that role.
+    """Whether the instance serves in `role`, or in both roles.
 
     Raises:
         ChangeOverruled: if the flip was refused or reverted, or the instance was deleted.
@@ -72,7 +72,7 @@ def has_taken_role(observation: InstanceObservation, write: AssignmentWrite, rol
 
 
 def check_not_overruled(observation: InstanceObservation, write: AssignmentWrite) -> None:
-    """Raise `ChangeOverruled` if the change is no longer in the assignment."""
+    """Raise `ChangeOverruled` if the written role or cordon is no longer in the assignment."""
     name, desired = write.instance, write.entry
     entry = observation.assignment.spec.roles.get(name) if observation.assignment else None
     if entry is None:

@@ -26,10 +26,10 @@ from fulcrum_simulator.bounds import (
     mean_rate,
 )
 from fulcrum_simulator.workload import (
-    Recording,
+    Trace,
     WorkloadRequest,
     leave_out_prefix_hits,
-    load_recording,
+    load_trace,
 )
 
 _FLUID, _HEAVIEST_REFUSED, _BURSTS = "fluid work", "heaviest refused", ("prefill burst", "decode burst")
@@ -80,22 +80,20 @@ def run(
     if not 0 < attainment_percent <= 100:
         raise InvalidInput("--attainment", attainment_percent, "must be above 0 and at most 100")
     interval_s = parse_duration_s("--resplit", resplit)
-    recording = load_recording(trace)
+    loaded = load_trace(trace)
     if prefix_cache:
-        recording = replace(recording, requests=tuple(leave_out_prefix_hits(recording.requests)))
-    requests = recording.requests
+        loaded = replace(loaded, requests=tuple(leave_out_prefix_hits(loaded.requests)))
+    requests = loaded.requests
     rows = _compute_rows(requests, fleet, attainment=attainment_percent / 100)
     if interval_s is not None:
         rows += _compute_split_rows(
             requests, fleet, attainment=attainment_percent / 100, interval_s=interval_s
         )
     if output_format is None:
-        print("\n".join(_format_table(rows, recording, fleet, attainment_percent=attainment_percent)))
+        print("\n".join(_format_table(rows, loaded, fleet, attainment_percent=attainment_percent)))
     else:
         print(
-            render_document(
-                _dump(rows, recording, fleet, attainment_percent=attainment_percent), output_format
-            )
+            render_document(_dump(rows, loaded, fleet, attainment_percent=attainment_percent), output_format)
         )
 
 
@@ -155,12 +153,12 @@ def _compute_split_rows(
 
 
 def _format_table(
-    rows: Sequence[_Row], recording: Recording, fleet: UniformFleet, *, attainment_percent: float
+    rows: Sequence[_Row], trace: Trace, fleet: UniformFleet, *, attainment_percent: float
 ) -> list[str]:
-    slo, requests = fleet.slo, recording.requests
-    failed = f", {recording.failed:,} that failed left out" if recording.failed else ""
+    slo, requests = fleet.slo, trace.requests
+    failed = f", {trace.failed:,} that failed left out" if trace.failed else ""
     return [
-        f"{len(requests):,} requests{failed} ({recording.layout} layout), "
+        f"{len(requests):,} requests{failed} ({trace.layout} layout), "
         f"{mean_rate(requests):.3g} a second as recorded; {fleet.instances} × {fleet.profile.name}",
         f"{attainment_percent:g} % within TTFT {format_seconds(slo.ttft_s)} "
         f"and TPOT {format_seconds(slo.tpot_s)}",
@@ -184,14 +182,14 @@ def _format_rate(rate_rps: float) -> str:
 
 
 def _dump(
-    rows: Sequence[_Row], recording: Recording, fleet: UniformFleet, *, attainment_percent: float
+    rows: Sequence[_Row], trace: Trace, fleet: UniformFleet, *, attainment_percent: float
 ) -> dict[str, Any]:
     return {
         "workload": {
-            "layout": recording.layout,
-            "requests": len(recording.requests),
-            "failed": recording.failed,
-            "ratePerSecond": mean_rate(recording.requests),
+            "layout": trace.layout,
+            "requests": len(trace.requests),
+            "failed": trace.failed,
+            "ratePerSecond": mean_rate(trace.requests),
         },
         "instances": fleet.instances,
         "profile": fleet.profile.name,

@@ -41,16 +41,7 @@ def run(target_options: TargetOptions, service: str | None, *, limit: int) -> No
 
 async def _explain(target_options: TargetOptions, name: str | None, limit: int) -> list[str]:
     async with connect(choose_target(target_options), name) as connection:
-        services = await connection.services(name)
-        if len(services) != 1:
-            names = ", ".join(service.metadata.name for service in services) or "none"
-            rule = (
-                "exist: name one of them"
-                if services
-                else f"exists: {connection.description} has no PDService"
-            )
-            raise InvalidInput("SERVICE", names, rule)
-        snapshot = await read_snapshot(connection, services[0])
+        snapshot = await read_snapshot(connection, await connection.only_service(name))
         decision_lines = await _format_latest(connection, snapshot, limit)
         state_lines = [*condition_lines(snapshot.service.status.conditions)]
         state_lines += refusal_lines(snapshot.assignment, now_s=time.time()) or ["no flip is refused now"]

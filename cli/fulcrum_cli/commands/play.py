@@ -25,6 +25,7 @@ from fulcrum_cli.terminal.interrupts import on_interrupt
 from fulcrum_cli.terminal.logs import log_to_file, log_warnings_to_stderr
 from fulcrum_cli.web.broadcast import Broadcast
 from fulcrum_cli.web.feed import Feed
+from fulcrum_cli.web.recording import record
 from fulcrum_cli.web.server import serve_page
 from fulcrum_cli.web.sources import open_local_source
 from fulcrum_cluster.client import open_store
@@ -148,26 +149,28 @@ async def _open_session(options: PlayOptions, *, headless: bool) -> AsyncIterato
         if headless:
             observer.on_flip = lambda flip: _print_flip(session, flip)
         await stack.enter_async_context(_background_task(observer.run()))
-        if options.web:
-            await stack.enter_async_context(_serve_page(options, service, session, store))
+        if options.web or options.record is not None:
+            await stack.enter_async_context(_show_page(options, service, session, store))
         yield session, service
 
 
 @asynccontextmanager
-async def _serve_page(
+async def _show_page(
     options: PlayOptions, service: LocalRun, session: Session, store: Store
 ) -> AsyncIterator[None]:
-    """Serve the live page inside the context, with its buttons, and print the page's address."""
+    """Serve the live page inside the context, with its buttons, and record it, as the options say."""
     broadcast, controls = Broadcast(), PageControls(session, store, options.service)
     description = f"fulcrum play, process {service.info.pid}"
-    async with (
-        open_local_source(service.info, description) as source,
-        serve_page(broadcast, run_action=controls.run_action) as address,
-        _background_task(
-            Feed(store, options.service, broadcast, source, read_controls=controls.read_state).run()
-        ),
-    ):
-        print(f"live page {address}\nstop with Ctrl-C", flush=True)
+    async with AsyncExitStack() as stack:
+        source = await stack.enter_async_context(open_local_source(service.info, description))
+        if options.web:
+            serving = serve_page(broadcast, run_action=controls.run_action)
+            address = await stack.enter_async_context(serving)
+            print(f"live page {address}\nstop with Ctrl-C", flush=True)
+        feed = Feed(store, options.service, broadcast, source, read_controls=controls.read_state)
+        await stack.enter_async_context(_background_task(feed.run()))
+        if options.record is not None:
+            await stack.enter_async_context(_background_task(record(broadcast, options.record)))
         yield
 
 

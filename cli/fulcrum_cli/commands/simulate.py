@@ -8,20 +8,18 @@ options.
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
 from fulcrum_cli.simulation.options import ComparedPolicy, SimulateOptions
+from fulcrum_cli.simulation.page_states import build_states
 from fulcrum_cli.simulation.plot import write_plot
+from fulcrum_cli.simulation.progress import show_progress
 from fulcrum_cli.simulation.report_text import format_comparison, format_report, format_spread
+from fulcrum_cli.web.recording import write_states
 from fulcrum_core.errors import InvalidInput
 from fulcrum_simulator.fleet.contest import OnRun, PolicyRuns, SeedRun, pick_best, run_policy
-from fulcrum_simulator.fleet.options import RunOptions
 
 
 def run(options: SimulateOptions) -> None:
@@ -29,10 +27,7 @@ def run(options: SimulateOptions) -> None:
     started_s = time.monotonic()
     if options.overlong:
         print(f"{options.load.name}: {options.overlong}", file=sys.stderr)
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        on_run = _show_progress(progress)
+    with show_progress() as on_run:
         runs = [_run_compared(compared, options, on_run) for compared in options.compared]
     for each in runs:
         print("\n".join((_describe_run(each.runs[0], options), *format_spread(each.runs))))
@@ -44,17 +39,8 @@ def run(options: SimulateOptions) -> None:
     if options.plot is not None:
         title = f"{options.load.name} on {options.run.instances} x {options.run.profile.name}"
         write_plot(options.plot, title, [each.runs[0].result for each in runs])
-
-
-def _show_progress(progress: Progress) -> OnRun:
-    task = progress.add_task("", total=1.0)
-
-    def begin(run: RunOptions, factor: float) -> Callable[[float], None]:
-        at_factor = "" if factor == 1.0 else f" at {factor:.3g} x the rate"
-        progress.update(task, description=f"{run.policy}, seed {run.seed}{at_factor}", completed=0.0)
-        return lambda share: progress.update(task, completed=share)
-
-    return begin
+    if options.record is not None:
+        write_states(build_states(runs[0].runs[0].result, load=options.load.name), options.record)
 
 
 def _run_compared(compared: ComparedPolicy, options: SimulateOptions, on_run: OnRun) -> PolicyRuns:

@@ -51,6 +51,12 @@ class EngineLateness:
             self._ended_processes.update(last)
         self._running_processes[engine] = buckets
 
+    @property
+    def too_slow(self) -> bool:
+        """Whether the steps are so late that latencies are caused by this machine."""
+        late_ms = self.p99_ms()
+        return late_ms is not None and late_ms > TOO_SLOW_MS
+
     def p99_ms(self) -> float | None:
         """p99 over all engines, in ms; None before the first step."""
         merged = Counter(self._ended_processes)

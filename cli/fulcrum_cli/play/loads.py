@@ -1,7 +1,7 @@
 """The three shapes of load of `fulcrum play`, sized for eight instances of the `laptop` profile.
 
 One such instance prefills about 3,000 tokens a second, and within 50 ms a token it decodes 15 requests of
-335 tokens (300 tokens a second). Lengths are those of the recordings, scaled; rates are chosen here.
+335 tokens (300 tokens a second). Lengths are those of the published traces, scaled; rates are chosen here.
 
 * moving: 12 prompts of 1,200 tokens a second need 5 of 8 instances for prefill, at 4 they queue; then 14
   answers of 107 tokens a second need 5 to 6 of 8 for decode, at 4 they miss the TPOT objective.

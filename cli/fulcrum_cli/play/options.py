@@ -38,6 +38,7 @@ class PlayArguments(TypedDict):
     file: Path | None
     headless: bool
     web: bool
+    record: Path | None
     json: Path | None
     kill_every: str | None
     flips: int
@@ -46,7 +47,7 @@ class PlayArguments(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayOptions:
-    """Options of a run, checked. A `recording` replaces the shape `load`.
+    """Options of a run, checked. `trace_requests` replace the shape `load`.
 
     Without `duration_s` a generated load lasts until the user quits.
     """
@@ -54,14 +55,15 @@ class PlayOptions:
     objects: tuple[Resource, ...]
     service: PDService
     load: str
-    recording: tuple[WorkloadRequest, ...] | None
-    recording_name: str
+    trace_requests: tuple[WorkloadRequest, ...] | None
+    trace_name: str
     duration_s: float | None
     seed: int
     port: int
     headless: bool
     web: bool
     """Serve the live page, instead of the view on the terminal."""
+    record: Path | None
     json: Path | None
     kill_every_s: float | None
     flips: int
@@ -69,7 +71,7 @@ class PlayOptions:
 
 
 def parse_options(**arguments: Unpack[PlayArguments]) -> PlayOptions:
-    """Check the options, and read the manifest and the recording.
+    """Check the options, and read the manifest and the trace.
 
     Raises:
         InvalidInput: for the first option that breaks a rule.
@@ -82,13 +84,14 @@ def parse_options(**arguments: Unpack[PlayArguments]) -> PlayOptions:
         objects=tuple(service if isinstance(obj, PDService) else obj for obj in objects),
         service=service,
         load=arguments["load"] or DEFAULT_SHAPE,
-        recording=_load_recording(arguments),
-        recording_name=arguments["trace"].name if arguments["trace"] else "",
+        trace_requests=_load_trace(arguments),
+        trace_name=arguments["trace"].name if arguments["trace"] else "",
         duration_s=parse_duration_s("--for", arguments["duration"]),
         seed=arguments["seed"],
         port=arguments["port"],
         headless=arguments["headless"],
         web=arguments["web"],
+        record=arguments["record"],
         json=arguments["json"],
         kill_every_s=parse_duration_s("--kill-every", arguments["kill_every"]),
         flips=arguments["flips"],
@@ -101,7 +104,7 @@ def _check_numbers(arguments: PlayArguments) -> None:
     if load is not None and load not in LOAD_SHAPES:
         raise InvalidInput("--load", load, f"is not one of {', '.join(LOAD_SHAPES)}")
     if load is not None and arguments["trace"] is not None:
-        raise InvalidInput("--load", load, "cannot be combined with --trace: a recording has its own shape")
+        raise InvalidInput("--load", load, "cannot be combined with --trace: a trace has its own shape")
     for option, value in (("--speed", arguments["speed"]), ("--scale", arguments["scale"])):
         if not 0 < value < float("inf"):
             raise InvalidInput(option, value, "must be a number above 0")
@@ -110,8 +113,12 @@ def _check_numbers(arguments: PlayArguments) -> None:
             raise InvalidInput(option, count, "must not be negative")
     check_port(arguments["port"])
     if arguments["trace"] is None and (arguments["speed"], arguments["scale"]) != (1.0, 1.0):
-        raise InvalidInput("--speed, --scale", "no --trace", "need a recording: pass one with --trace")
-    for option, file in (("--json", arguments["json"]), ("--snapshot", arguments["snapshot"])):
+        raise InvalidInput("--speed, --scale", "no --trace", "need a trace: pass one with --trace")
+    for option, file in (
+        ("--json", arguments["json"]),
+        ("--snapshot", arguments["snapshot"]),
+        ("--record", arguments["record"]),
+    ):
         if file is not None:
             check_writable(option, file)
 
@@ -124,8 +131,8 @@ def _with_mode(service: PDService, mode: str | None) -> PDService:
     return service.replace(spec=service.spec.model_copy(update={"autoscaling": autoscaling}))
 
 
-def _load_recording(arguments: PlayArguments) -> tuple[WorkloadRequest, ...] | None:
+def _load_trace(arguments: PlayArguments) -> tuple[WorkloadRequest, ...] | None:
     if arguments["trace"] is None:
         return None
-    scaled = scale_rate(load_trace(arguments["trace"]), arguments["scale"], seed=arguments["seed"])
+    scaled = scale_rate(load_trace(arguments["trace"]).requests, arguments["scale"], seed=arguments["seed"])
     return tuple(speed_up_arrivals(jitter_arrivals(scaled, seed=arguments["seed"]), arguments["speed"]))

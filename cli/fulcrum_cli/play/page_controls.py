@@ -19,7 +19,11 @@ class PlaySession(Protocol):
 
     @property
     def load_name(self) -> str:
-        """Shape of the load, or name of the recording."""
+        """Shape of the load, or name of the trace."""
+
+    @property
+    def too_slow(self) -> bool:
+        """Whether latencies are caused by this machine, not by the engine model."""
 
     def change_load(self, shape: str) -> None:
         """Replace the load; `InvalidInput` if that is not possible."""
@@ -36,11 +40,12 @@ class PageControls:
         self._service, self._namespace = service.metadata.name, service.metadata.namespace
 
     def read_state(self) -> Mapping[str, Any]:
-        """Return the loads to choose from, and the current one."""
+        """Return the loads to choose from, the current one, and whether this machine is too slow."""
         return {
             "loads": list(LOAD_SHAPES),
             "load": self._session.load_name,
             "started": self._session.started,
+            "too_slow": self._session.too_slow,
         }
 
     async def run_action(self, action: Mapping[str, Any]) -> str:

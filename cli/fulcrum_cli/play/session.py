@@ -115,20 +115,25 @@ class Session:
         """Replace the load by one of another shape.
 
         Raises:
-            InvalidInput: if the load has not begun, or is a recording.
+            InvalidInput: if the load has not begun, or is a trace.
         """
         if not self.started:
             raise InvalidInput("load", shape, "cannot begin before the engines have started")
-        if self._options.recording is not None:
-            raise InvalidInput("load", shape, "cannot replace a recording")
+        if self._options.trace_requests is not None:
+            raise InvalidInput("load", shape, "cannot replace a trace")
         if self._sending_task:
             self._sending_task.cancel()
         self._start_load(shape)
 
     @property
     def load_name(self) -> str:
-        """Shape of the load, or name of the recording."""
-        return self._options.recording_name or self._shape
+        """Shape of the load, or name of the trace."""
+        return self._options.trace_name or self._shape
+
+    @property
+    def too_slow(self) -> bool:
+        """Whether latencies are caused by this machine, not by the engine model."""
+        return self._observer.lateness.too_slow
 
     def kill(self, instance: str) -> None:
         """Kill the engine of an instance; `KeyError` if it has none."""
@@ -205,13 +210,13 @@ class Session:
 
     def _start_load(self, shape: str) -> None:
         self._shape, self._shape_started_s = shape, self._clock_s()
-        recording, duration_s = self._options.recording, self._options.duration_s
-        if recording is None:
+        trace_requests, duration_s = self._options.trace_requests, self._options.duration_s
+        if trace_requests is None:
             left_s = None if duration_s is None else max(0.0, duration_s - self.elapsed_s)
             self._generated = make_load(shape, duration_s=left_s, seed=next(self._seeds))
-        requests = self._limit.filter(self._generated or recording or ())
+        requests = self._limit.filter(self._generated or trace_requests or ())
         self._sending_task = asyncio.create_task(self._load.send(requests))
-        if recording is not None:
+        if trace_requests is not None:
             self._sending_task.add_done_callback(lambda _task: self._load_ended.set())
 
     def _change_load_by_key(self, shape: str) -> None:

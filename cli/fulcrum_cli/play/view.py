@@ -1,7 +1,10 @@
-"""Draws a frame as coloured lines for a terminal of any size; from 80 × 24 up nothing is cut off.
+"""Draws a frame of the live view as coloured lines for a terminal of any size.
 
-Prefill is orange and decode is blue, which colour-blind people can distinguish. Role histories also differ
-in the height of their cells.
+What does not fit is cut off, old decisions first. At 80 × 24 everything else fits, for 8 instances with
+names of up to 17 characters. Of a name that is too long, the end is shown.
+
+Prefill is orange and decode is blue, which colour-blind people can distinguish. In role histories the two
+also differ in height.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,12 +36,12 @@ _NAME_MAX = 18
 
 
 def draw(frame: Frame, *, width: int, height: int) -> Group:
-    """Return the frame as `height` lines of at most `width`.
+    """Return the frame as exactly `height` lines of at most `width` cells.
 
-    Decisions fill the free lines; the last line always shows the keys.
+    The newest decisions fill the lines that remain. The bottom line always shows the keys.
     """
-    lines = [_title_line(frame, width), *_load_lines(frame, width)]
-    for part in (_instance_lines(frame, width), _objective_lines(frame, width), _split_lines(frame, width)):
+    lines = [_title_line(frame, width), *_workload_lines(frame, width)]
+    for part in (_instance_lines(frame, width), _objective_lines(frame, width), _status_lines(frame, width)):
         lines += [*_blank_lines(height >= 30), *part]
     lines += _blank_lines(height >= 26)
     lines += _decision_section(frame.decisions, max(0, height - len(lines) - 2), width)
@@ -56,8 +59,8 @@ def _blank_lines(needed: bool) -> list[Text]:
     return [Text("")] if needed else []
 
 
-def role_style(role: Role | None) -> str:
-    """Return the colour of a role."""
+def _role_style(role: Role | None) -> str:
+    """Return the colour of a role; grey for another role or none."""
     return {Role.PREFILL: PREFILL, Role.DECODE: DECODE}.get(role, DIM) if role else DIM
 
 
@@ -82,7 +85,7 @@ def _format_clock(seconds: float | None) -> str:
 
 
 def _join_parts(parts: Iterable[Text], width: int) -> list[Text]:
-    """Join the parts, in order, to as few lines as possible."""
+    """Join the parts, in order, into as few lines as possible."""
     lines: list[Text] = []
     for part in parts:
         if lines and lines[-1].cell_len + part.cell_len + 2 <= width:
@@ -92,7 +95,7 @@ def _join_parts(parts: Iterable[Text], width: int) -> list[Text]:
     return lines
 
 
-def _load_lines(frame: Frame, width: int) -> list[Text]:
+def _workload_lines(frame: Frame, width: int) -> list[Text]:
     counts = frame.counts
     bad = counts.failed + counts.broken + counts.wrong
     rate = "" if frame.rate_rps is None else f" {frame.rate_rps:.1f} req/s"
@@ -140,7 +143,7 @@ def _instance_line(
         " ",
         (
             f" {letter} ",
-            f"{'black on ' if letter != 'x' else ''}{role_style(row.role) if letter != 'x' else BAD}",
+            f"{'black on ' if letter != 'x' else ''}{_role_style(row.role) if letter != 'x' else BAD}",
         ),
     )
     line.append_text(_draw_role_history(row, history_width))
@@ -187,7 +190,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def _draw_bar(share: float, width: int, style: str) -> Text:
-    """Draw a bar of `width` cells, filled to `share` in steps of an eighth of a cell; red above 1."""
+    """Draw a bar of `width` cells, filled to `share` in eighths of a cell; the bar is red above 1."""
     eighths = round(min(max(share, 0.0), 1.0) * width * 8)
     full, rest = divmod(eighths, 8)
     text = "█" * full + (_EIGHTHS[rest] if rest else "")
@@ -205,7 +208,7 @@ def _objective_lines(frame: Frame, width: int) -> list[Text]:
     )
     decoding = format_count(frame.decode_legs, "request")
     queued = Text.assemble(
-        ("queued: prefill ", DIM), (f"{frame.prefill_queued_s:.1f} s", PREFILL), ("  decode ", DIM),
+        ("work: prefill ", DIM), (f"{frame.prefill_queued_s:.1f} s", PREFILL), ("  decode ", DIM),
         (f"{decoding}, {_format_thousands(frame.decode_tokens)} tokens", DECODE),
     )  # fmt: skip
     return [
@@ -246,7 +249,7 @@ def _share_parts(name: str, share: float | None) -> Iterable[tuple[str, str]]:
         yield (f"{share:.1%}", GOOD if share >= 0.9 else BAD)
 
 
-def _split_lines(frame: Frame, width: int) -> list[Text]:
+def _status_lines(frame: Frame, width: int) -> list[Text]:
     parts = [
         Text.assemble(
             ("P:D desired ", DIM),
@@ -269,9 +272,7 @@ def _split_lines(frame: Frame, width: int) -> list[Text]:
         parts.append(Text.assemble(("engines late ", DIM), (f"{late_ms:.1f} ms", style), (" (p99)", DIM)))
     lines = _join_parts(parts, width)
     if late_ms is not None and late_ms > TOO_SLOW_MS:
-        lines.append(
-            Text(" MACHINE TOO SLOW: engine steps are late, latencies are not those of the model", BAD)
-        )
+        lines.append(Text(" MACHINE TOO SLOW: engine steps are late, so latencies are too high", BAD))
     if frame.unavailable:
         lines.append(Text(f" NOT RESPONDING: {'; '.join(frame.unavailable)}", BAD))
     if frame.notice:
@@ -286,7 +287,7 @@ def _split_parts(split: tuple[int, int]) -> Iterable[tuple[str, str]]:
 
 
 def _decision_section(decisions: Sequence[DecisionLine], lines_max: int, width: int) -> list[Text]:
-    """Return the last decisions, newest first, wrapped to the width, in at most `lines_max` lines."""
+    """Return the newest decisions first, wrapped to the width; nothing if `lines_max` is less than 2."""
     if lines_max < 2:
         return []
     lines = [Text(" last decisions" if decisions else " no decision yet", DIM)]
@@ -302,7 +303,7 @@ _INDENT = 7
 
 def _decision_lines(decision: DecisionLine, width: int) -> list[Text]:
     first, *more = wrap(decision.text, max(20, width - _INDENT - 1)) or [""]
-    header = Text.assemble((f" {_format_clock(decision.at_s)} ", DIM), (first, role_style(decision.to)))
+    header = Text.assemble((f" {_format_clock(decision.at_s)} ", DIM), (first, _role_style(decision.to)))
     return [header, *(Text(" " * _INDENT + line, DIM) for line in more)]
 
 

@@ -48,6 +48,7 @@ class SimulateArguments(TypedDict):
     failures: float
     json: Path | None
     plot: Path | None
+    record: Path | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class SimulateOptions:
     seeds: range
     json: Path | None
     plot: Path | None
+    record: Path | None
 
 
 def parse_options(**arguments: Unpack[SimulateArguments]) -> SimulateOptions:
@@ -106,11 +108,12 @@ def parse_options(**arguments: Unpack[SimulateArguments]) -> SimulateOptions:
         seeds=range(arguments["seed"], arguments["seed"] + arguments["seeds"]),
         json=arguments["json"],
         plot=arguments["plot"],
+        record=arguments["record"],
     )
 
 
 def _parse_load(arguments: SimulateArguments, profile: EngineProfile) -> tuple[Load, OverlongRequests | None]:
-    """Read the recording, or find the composed workload."""
+    """Read the trace, or find the composed workload."""
     trace, name = arguments["trace"], arguments["load"]
     if (trace is None) == (name is None):
         raise InvalidInput("--trace", trace, "or --load must be given, and not both")
@@ -119,9 +122,9 @@ def _parse_load(arguments: SimulateArguments, profile: EngineProfile) -> tuple[L
         if name not in COMPOSED:
             raise InvalidInput("--load", name, f"is not one of {', '.join(COMPOSED)}")
         if arguments["speed"] != 1.0:
-            raise InvalidInput("--speed", arguments["speed"], "is for recordings; --scale changes a rate")
+            raise InvalidInput("--speed", arguments["speed"], "is for traces; --scale changes a rate")
         return ComposedLoad(name, profile, arguments["scale"]), None
-    recorded, overlong = leave_out_overlong(load_trace(trace), profile)
+    recorded, overlong = leave_out_overlong(load_trace(trace).requests, profile)
     if not recorded:
         raise InvalidInput("--trace", trace, "has no request that fits the profile's KV cache")
     if arguments["find_rate"] is not None and recorded[0].arrival_s == recorded[-1].arrival_s:
@@ -153,7 +156,11 @@ def _check_numbers(arguments: SimulateArguments) -> None:
 
 def _check_outputs(arguments: SimulateArguments) -> None:
     """Reject what could not be written after the runs, which may take long."""
-    for option, file in (("--json", arguments["json"]), ("--plot", arguments["plot"])):
+    for option, file in (
+        ("--json", arguments["json"]),
+        ("--plot", arguments["plot"]),
+        ("--record", arguments["record"]),
+    ):
         if file is not None:
             check_writable(option, file)
     if arguments["plot"] is not None and find_spec("plotly") is None:

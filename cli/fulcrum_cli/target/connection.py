@@ -89,6 +89,19 @@ class TargetConnection:
             raise InvalidInput("SERVICE", name, f"is not a PDService of {self.description}; it has {known}")
         return found
 
+    async def only_service(self, name: str | None = None) -> PDService:
+        """Return the service called `name`, or the only one.
+
+        Raises:
+            InvalidInput: if there is no such service, or there are several and no name.
+        """
+        services = await self.services(name)
+        if len(services) == 1:
+            return services[0]
+        names = ", ".join(service.metadata.name for service in services) or "none"
+        rule = "exist: name one of them" if services else f"exists: {self.description} has no PDService"
+        raise InvalidInput("SERVICE", names, rule)
+
 
 @asynccontextmanager
 async def connect(

@@ -68,7 +68,12 @@ def build_page(observation: PageObservation, *, now_s: float) -> dict[str, Any]:
         "tpot": _latency(traffic.tpot),
         "attained": _share(traffic.attained),
         "tiers": [
-            {"name": t.name, "attained": _share(t.attained), "offered": round(t.offered_rps, 2)}
+            {
+                "name": t.name,
+                "attained": _share(t.attained),
+                "offered": round(t.offered_rps, 2),
+                "refused": round(t.refused_rps, 2),
+            }
             for t in traffic.tiers
         ],
         "desired": _count_split(tile["assigned"] for tile in tiles),

@@ -30,6 +30,8 @@ class TierAttainment:
     name: str
     attained: float | None
     offered_rps: float
+    refused_rps: float = 0.0
+    """Not admitted, or over a rate limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,4 +130,5 @@ def _tier_attainment(name: str, first: RouterReading, last: RouterReading) -> Ti
         name=name,
         attained=(after.met - before.met) / scored if scored > 0 else None,
         offered_rps=max(0.0, after.offered - before.offered) / (last.at_s - first.at_s),
+        refused_rps=max(0.0, after.refused - before.refused) / (last.at_s - first.at_s),
     )

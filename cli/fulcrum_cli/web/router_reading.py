@@ -34,6 +34,9 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _SCORED_OUTCOMES = ("ok", "failed", "refused", "broken", "left_late")
 """Outcomes of the requests that met their objectives or missed them."""
 
+_REFUSED_OUTCOMES = ("refused", "limited")
+"""Outcomes of the requests that were refused because of the load or of a rate limit."""
+
 _ROLES = {role.lower(): role for role in Role}
 
 Buckets = Mapping[float, float]
@@ -62,6 +65,7 @@ class TierCounts:
     offered: float = 0.0
     scored: float = 0.0
     met: float = 0.0
+    refused: float = 0.0
 
 
 @dataclass(slots=True)
@@ -154,5 +158,8 @@ def _add_tier_sample(reading: RouterReading, family: str, labels: Mapping[str, s
         tier.offered += value
     elif family == "requests_slo_met_total":
         tier.met += value
-    elif labels.get("outcome") in _SCORED_OUTCOMES:
+    outcome = labels.get("outcome")
+    if outcome in _SCORED_OUTCOMES:
         tier.scored += value
+    if outcome in _REFUSED_OUTCOMES:
+        tier.refused += value

@@ -84,6 +84,19 @@ class ClusterRouter:
         self._active_pod = None
         raise RouterUnavailable("no router is active")
 
+    async def read_document(self, page: str) -> Any:
+        """Return a JSON page of the metrics port of the active router.
+
+        Raises:
+            RouterUnavailable: see `read_metrics`; or if the pod does not have the page.
+        """
+        await self.read_metrics()
+        assert self._active_pod is not None
+        try:
+            return await self._objects.get_raw(self._metrics_path(self._active_pod, page))
+        except StoreError as error:
+            raise RouterUnavailable(str(error)) from error
+
     async def _list_pods(self) -> list[str]:
         from fulcrum_cluster.objects import POD
         from fulcrum_core.api.labels import ROUTER_LABEL
@@ -93,8 +106,8 @@ class ClusterRouter:
         listed, _ = await self._objects.list(POD, namespace=self._namespace, labels=labels)
         return sorted(pod["metadata"]["name"] for pod in listed)
 
-    def _metrics_path(self, pod: str) -> str:
+    def _metrics_path(self, pod: str, page: str = "metrics") -> str:
         from fulcrum_operator.manifests.names import ROUTER_METRICS_PORT
 
-        proxy = f"{pod}:{ROUTER_METRICS_PORT}/proxy/metrics"
+        proxy = f"{pod}:{ROUTER_METRICS_PORT}/proxy/{page}"
         return f"/api/v1/namespaces/{self._namespace}/pods/{proxy}"

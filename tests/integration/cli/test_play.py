@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from fulcrum_cli.web.recording import read_states
 from tests.waiting import wait_until
 
 DEADLINE_S = 30.0
@@ -61,14 +62,19 @@ def every_request_is_accounted_for(requests: dict[str, Any]) -> bool:
     return bool(requests["offered"] == sum(requests[key] for key in ("ok", "failed", "broken", "wrong")))
 
 
-def test_a_short_run_serves_every_request_and_leaves_no_process_or_file(environment: dict[str, str]) -> None:
-    report = figures(environment, "--for", "6s", "--seed", "1")
+def test_a_short_run_serves_every_request_and_leaves_no_process_or_file(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    recording = tmp_path / "run.gz"
+    report = figures(environment, "--for", "6s", "--seed", "1", "--record", str(recording))
     requests = report["requests"]
     assert every_request_is_accounted_for(requests)
     assert requests["offered"] > 40
     assert (requests["failed"], requests["broken"], requests["wrong"]) == (0, 0, 0)
     assert len(report["roles_over_time"]) == 8
     assert report["flips"], "a load for prefill makes the autoscaler flip within seconds"
+    last = json.loads(read_states(recording)[-1])
+    assert [len(last["tiles"]), last["attained"] is not None] == [8, True]
     assert child_command_lines(environment) == []
     assert list(Path(environment["XDG_RUNTIME_DIR"]).glob("fulcrum-*/*")) == []
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from fulcrum_cli.web.recording import read_states
+
 TRACE = "arrival_s,input_tokens,output_tokens\n" + "".join(
     f"{second},{500 + second % 7 * 100},{5 + second % 11}\n" for second in range(60)
 )
@@ -52,12 +54,14 @@ def test_a_comparison_ends_with_one_line_for_each_policy(trace: Path) -> None:
 
 
 def test_several_seeds_show_their_spread(trace: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    run = run_simulate("--trace", trace, "--instances", 2, "--seeds", 3, "--seed", 4, "--json", out)
+    out, recording = tmp_path / "out.json", tmp_path / "run.gz"
+    options = ("--trace", trace, "--instances", 2, "--seeds", 3, "--seed", 4)
+    run = run_simulate(*options, "--json", out, "--record", recording)
     (report,) = read_json(out)["runs"]
     assert (run.returncode, run.stderr) == (0, "")
     assert [each["seed"] for each in report["seeds"]] == [4, 5, 6]
     assert "  3 seeds          SLO attainment " in run.stdout
+    assert len(read_states(recording)) >= 60, "the run of the first seed, a state a second"
 
 
 def test_the_rate_found_keeps_the_bar(tmp_path: Path) -> None:

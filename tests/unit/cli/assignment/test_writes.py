@@ -1,4 +1,4 @@
-"""A flip requested by a person is one conditional write of the PDAssignment, checked first."""
+"""`flip_instance` checks a person's flip and writes it to the PDAssignment in one conditional write."""
 
 from typing import Any
 
@@ -75,7 +75,7 @@ async def test_a_refusal_that_more_instances_would_not_change_gives_no_advice(st
 
 
 class ReplacingStore(MemoryStore):
-    """A store in which chat-2 is replaced by an instance of the same name before the assignment is read."""
+    """A store that replaces chat-2 by a starting instance of that name before the assignment is read."""
 
     async def get(self, kind: type[R], name: str, *, namespace: str) -> R:
         if kind is PDAssignment:
@@ -95,7 +95,7 @@ async def test_an_instance_replaced_before_the_assignment_was_read_does_not_coun
 
 
 class ConflictingStore(MemoryStore):
-    """A store in which another client changes the object before every write."""
+    """A store in which another client changes the object before each write, so that each write conflicts."""
 
     async def patch(self, *_args: object, **_kwargs: object) -> Any:
         raise Conflict("changed since")

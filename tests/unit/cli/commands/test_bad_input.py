@@ -160,7 +160,7 @@ def test_a_port_in_use_is_named_and_nothing_is_left_behind(refused: Cli, tmp_pat
         (("play", "--speed", "0"), "--speed (0.0) must be a number above 0"),
         (("play", "--speed", "nan"), "--speed (nan) must be a number above 0"),
         (("play", "--scale", "-1"), "--scale (-1.0) must be a number above 0"),
-        (("play", "--speed", "2"), "--speed, --scale (no --trace) need a recording: pass one with --trace"),
+        (("play", "--speed", "2"), "--speed, --scale (no --trace) need a trace: pass one with --trace"),
         (("play", "--flips", "-1"), "--flips (-1) must not be negative"),
         (("play", "--port", "70000"), "--port (70000) must be between 0 and 65535"),
         (("play", "--json", "/nowhere/at/all"), "--json (/nowhere/at/all) must be in a folder that exists"),
@@ -177,7 +177,7 @@ def test_a_port_in_use_is_named_and_nothing_is_left_behind(refused: Cli, tmp_pat
         (("play", "--snapshot", ""), "--snapshot (.) must be a file, not a folder"),
         (
             ("play", "--load", "steady", "--trace", "x.csv"),
-            "--load (steady) cannot be combined with --trace: a recording has its own shape",
+            "--load (steady) cannot be combined with --trace: a trace has its own shape",
         ),
         (("status",), NO_TARGET_FOUND),
         (("flip", "chat-0", "--to", "decode"), NO_TARGET_FOUND),

@@ -45,8 +45,10 @@ def service(**spec: Any) -> PDService:
 
 def instance(owner: PDService, name: str = "chat-0") -> PDInstance:
     pool = desired_pools(owner, ())[0]
-    start = {field: getattr(pool.spec, field) for field in type(pool.spec.launch_spec).model_fields}
-    spec = PDInstanceSpec.model_construct(**start, service="chat", pool="chat-flex", revision="", role=None)
+    launch_spec = {field: getattr(pool.spec, field) for field in type(pool.spec.launch_spec).model_fields}
+    spec = PDInstanceSpec.model_construct(
+        **launch_spec, service="chat", pool="chat-flex", revision="", role=None
+    )
     return PDInstance.model_validate(
         {"metadata": {"name": name, "namespace": "default"}, "spec": spec.model_dump(by_alias=True)}
     )

@@ -19,6 +19,7 @@ class FakeSession:
     def __init__(self) -> None:
         self.started = True
         self.load_name = "moving"
+        self.too_slow = False
         self.killed: list[str] = []
 
     def change_load(self, shape: str) -> None:
@@ -84,3 +85,11 @@ async def test_unknown_and_forbidden_actions_are_refused(
     with pytest.raises(InvalidInput):
         await page.run_action(action)
     assert session.killed == []
+
+
+async def test_a_machine_that_is_too_slow_is_said(
+    controls: tuple[PageControls, FakeSession, MemoryStore],
+) -> None:
+    page, session, _ = controls
+    session.too_slow = True
+    assert page.read_state()["too_slow"]

@@ -1,4 +1,4 @@
-"""Decisions on a service are fetched from the autoscaler that manages it."""
+"""A cluster may run several autoscalers: the CLI fetches decisions of the one that manages the service."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -14,7 +14,10 @@ UNAVAILABLE = StoreUnavailable("no endpoints available")
 
 
 class FakeCluster:
-    """A cluster with an autoscaler in each of the namespaces, and its response."""
+    """A cluster with one autoscaler in each namespace of `responses`.
+
+    Each autoscaler responds with the value for its namespace; an exception is raised.
+    """
 
     def __init__(self, responses: Mapping[str, object], *, may_list_all: bool = True) -> None:
         self._responses, self._may_list_all = responses, may_list_all
@@ -81,9 +84,9 @@ async def test_decisions_come_from_the_autoscaler_that_manages_the_service(
         pytest.param(
             FakeCluster({"a": [], "n": UNAVAILABLE}),
             "does not respond through",
-            id="the managing autoscaler may be the one that does not respond",
+            id="the autoscaler that does not respond may manage the service",
         ),
-        pytest.param(FakeCluster({"n": {}}), "does not respond with a list", id="the response is no list"),
+        pytest.param(FakeCluster({"n": {}}), "does not respond with a list", id="the response is not a list"),
     ],
 )
 async def test_an_unavailable_autoscaler_is_reported(cluster: FakeCluster, message: str) -> None:

@@ -1,0 +1,1 @@
+"""`fulcrum regret`: the recorded requests of a service, replayed with other policies and instance counts."""

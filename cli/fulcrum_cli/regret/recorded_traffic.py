@@ -1,0 +1,187 @@
+"""Reads the requests that a router recorded: from its page `/requests`, or from a file with such a page."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fulcrum_cli.regret.alternatives import RanAs
+from fulcrum_core.api.pdservice import PDServiceSpec
+from fulcrum_core.errors import InvalidInput
+from fulcrum_core.values import AutoscalingMode, FlipPolicy, Slo
+from fulcrum_simulator.fleet.options import PolicyName
+from fulcrum_simulator.workload import WorkloadRequest
+
+_MIN_REQUESTS = 20
+_UNSCORED = frozenset({"invalid", "limited"})
+"""Outcomes of requests that are no load for the engines, or that another limit kept out."""
+_NOT_JUDGED = _UNSCORED | {"cancelled"}
+
+
+_Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Objectives(BaseModel):
+    ttft_s: Annotated[float, Field(gt=0)]
+    tpot_s: Annotated[float, Field(gt=0)]
+
+
+class _Page(BaseModel):
+    """The page of a router, as `fulcrum_router.control.requests_page` writes it."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")  # a newer router may send more
+
+    service: str
+    slo: _Objectives
+    spec: PDServiceSpec | None = None
+    """Added by `add_spec`; the router does not know it."""
+    prefill_instances: Annotated[int, Field(ge=0)]
+    decode_instances: Annotated[int, Field(ge=0)]
+    outcomes: tuple[str, ...]
+    fields: tuple[str, ...]
+    requests: tuple[tuple[_Number | None, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """One recorded request; see `fulcrum_router.policy.flight_recorder.RequestRecord`."""
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    ttft_s: float | None
+    duration_s: float
+    outcome: str
+
+    def meets(self, slo: Slo) -> bool:
+        """Whether the request met its objectives, as the router counts it."""
+        if self.outcome != "ok":
+            return False
+        tokens = max(1, self.output_tokens)
+        if self.ttft_s is None:
+            return self.duration_s <= slo.compute_response_limit_s(tokens)
+        tpot_s = (self.duration_s - self.ttft_s) / (tokens - 1) if tokens > 1 else 0.0
+        return self.ttft_s <= slo.ttft_s and tpot_s <= slo.tpot_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedTraffic:
+    """The requests of a service that its router recorded, and the service as it was then."""
+
+    service: str
+    slo: Slo
+    ran_as: RanAs
+    requests: tuple[WorkloadRequest, ...]
+    """In the order of their arrivals, from 0 on."""
+    attainment: float | None
+    """Share of the judged requests that met their objectives; None without any."""
+    guessed_outputs: int
+    """Requests that did not end as they should have: they get the median output of the others."""
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the first arrival to the last."""
+        return self.requests[-1].arrival_s
+
+
+def read_file(path: Path) -> Any:
+    """Read a saved page.
+
+    Raises:
+        InvalidInput: if the file cannot be read, or is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidInput("--file", path, f"cannot be read: {error}") from error
+
+
+def add_spec(document: Any, spec: PDServiceSpec) -> Any:
+    """Add the spec of the service to a page of its router, so that the page is all that a replay needs."""
+    return {**document, "spec": spec.dump()} if isinstance(document, dict) else document
+
+
+def parse_page(document: Any, source: str) -> RecordedTraffic:
+    """Parse a page; `source` names it in errors.
+
+    Raises:
+        InvalidInput: if it is not a page of a router, or has too few requests to replay.
+    """
+    try:
+        page = _Page.model_validate(document)
+        recorded = sorted(_read_requests(page), key=lambda request: request.arrival_s)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the document"
+        raise InvalidInput(
+            source, place, f"is not as in the page /requests of a router: {first['msg']}"
+        ) from None
+    except (ValueError, IndexError, OverflowError) as error:
+        raise InvalidInput(source, "requests", f"are not those of a router: {error}") from None
+    load = [request for request in recorded if request.outcome not in _UNSCORED]
+    if len(load) < _MIN_REQUESTS:
+        raise InvalidInput(source, f"{len(load)} requests", f"are too few: a replay needs {_MIN_REQUESTS}")
+    judged = [request for request in load if request.outcome not in _NOT_JUDGED]
+    slo = Slo(page.slo.ttft_s, page.slo.tpot_s)
+    return RecordedTraffic(
+        service=page.service,
+        slo=slo,
+        ran_as=_find_ran_as(page, source),
+        requests=_make_workload(load),
+        attainment=sum(request.meets(slo) for request in judged) / len(judged) if judged else None,
+        guessed_outputs=sum(not request.output_tokens for request in load),
+    )
+
+
+def _find_ran_as(page: _Page, source: str) -> RanAs:
+    instances = page.prefill_instances + page.decode_instances
+    if instances < 2:
+        raise InvalidInput(source, f"{instances} serving instances", "are too few: a split needs 2")
+    spec = page.spec or PDServiceSpec(model=page.service, instances=instances)
+    policy = PolicyName.BALANCED if spec.autoscaling.policy is FlipPolicy.BALANCED else PolicyName.ARROW
+    return RanAs(
+        spec=spec,
+        policy=policy if spec.autoscaling.mode is AutoscalingMode.AUTO else PolicyName.STATIC,
+        prefill=page.prefill_instances,
+        instances=instances,
+    )
+
+
+def _read_requests(page: _Page) -> Sequence[_Request]:
+    """Raises ValueError if a field is missing, or an outcome has no name."""
+    names = ("arrival_s", "prompt_tokens", "output_tokens", "ttft_s", "duration_s", "outcome")
+    positions = [page.fields.index(name) for name in names]
+    requests = []
+    for row in page.requests:
+        arrival_s, prompt, output, ttft_s, duration_s, outcome = (row[position] for position in positions)
+        if arrival_s is None or duration_s is None:
+            raise ValueError("a request without a time")
+        requests.append(
+            _Request(
+                arrival_s,
+                int(prompt or 0),
+                int(output or 0),
+                ttft_s,
+                duration_s,
+                page.outcomes[int(outcome or 0)],
+            )
+        )
+    return requests
+
+
+def _make_workload(recorded: Sequence[_Request]) -> tuple[WorkloadRequest, ...]:
+    known = [request.output_tokens for request in recorded if request.output_tokens]
+    typical = int(median(known)) if known else 1
+    first_s = recorded[0].arrival_s
+    return tuple(
+        WorkloadRequest(
+            request.arrival_s - first_s,
+            max(1, request.prompt_tokens),
+            request.output_tokens or typical,
+        )
+        for request in recorded
+    )

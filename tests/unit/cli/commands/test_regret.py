@@ -1,0 +1,71 @@
+"""`fulcrum regret` with a saved page: what it prints, and which options it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fulcrum_cli.commands.regret import RegretOptions, run
+from fulcrum_cli.target.selection import TargetOptions
+from fulcrum_core.errors import InvalidInput
+from tests.unit.cli.regret.test_recorded_traffic import ok_requests, page
+
+SIMULATED = {"model": "m", "instances": 5, "engine": {"type": "Simulated", "profile": "laptop"}}
+
+
+def regret(file: Path, **changes: Any) -> None:
+    options = {"service": None, "save": None, "profile": None, "seeds": 1} | changes
+    run(RegretOptions(target=TargetOptions(), file=file, **options))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A saved page of a service with simulated engines."""
+    file = tmp_path / "requests.json"
+    slo = {"ttft_s": 1.5, "tpot_s": 0.05}
+    file.write_text(json.dumps(page(*ok_requests(30), slo=slo, spec=SIMULATED)), encoding="utf-8")
+    return file
+
+
+def test_what_ran_is_compared_with_policies_splits_and_instances(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    regret(saved)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("chat: 30 requests in 29s, 1.03/s, mean prompt 114 and mean answer 11 tokens")
+    rows = [line.split() for line in lines if line.startswith(("arrow", "balanced", "static"))]
+    assert [(row[0].partition(":")[0], row[1]) for row in rows] == [
+        ("arrow", "5"),
+        ("balanced", "5"),
+        ("static", "5"),
+        ("arrow", "5"),
+        ("arrow", "5"),
+        ("arrow", "4"),
+        ("arrow", "6"),
+        ("arrow", "7"),
+    ]
+    assert [row[0].partition("+")[2] for row in rows[3:5]] == ["queue", "deflect"]
+    assert rows[0][2:] == ["100.0", "as", "it", "ran"]
+    assert lines[-1] == "With as many instances, nothing is clearly better than what ran."
+
+
+def test_real_engines_need_a_measured_profile(saved: Path) -> None:
+    document = json.loads(saved.read_text(encoding="utf-8"))
+    saved.write_text(json.dumps(document | {"spec": {"model": "m", "instances": 5}}), encoding="utf-8")
+    with pytest.raises(InvalidInput, match=r"--profile \(none\) is needed: measure the engines"):
+        regret(saved)
+
+
+def test_the_number_of_seeds_is_limited(saved: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"--seeds \(0\) must be between 1 and 20"):
+        regret(saved, seeds=0)
+
+
+def test_requests_that_no_engine_of_the_profile_takes_are_refused(saved: Path) -> None:
+    document = json.loads(saved.read_text(encoding="utf-8"))
+    for request in document["requests"]:
+        request[document["fields"].index("prompt_tokens")] = 10_000_000
+    saved.write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(InvalidInput, match=r"recorded requests \(30\) are all too long: "):
+        regret(saved)

@@ -1,0 +1,144 @@
+"""Pages of recorded requests: what is replayed, what counts as met, and what is rejected."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fulcrum_cli.regret.alternatives import RanAs
+from fulcrum_cli.regret.recorded_traffic import add_spec, parse_page, read_file
+from fulcrum_core.api.pdservice import PDServiceSpec
+from fulcrum_core.api.router import DispatchSpec, RouterSpec
+from fulcrum_core.errors import InvalidInput
+from fulcrum_simulator.fleet.options import PolicyName
+
+FIELDS = ("arrival_s", "prompt_tokens", "output_tokens", "ttft_s", "duration_s", "tier", "outcome", "tenant")
+OUTCOMES = ("ok", "invalid", "failed", "cancelled")
+OK, INVALID, FAILED, CANCELLED = range(4)
+
+
+def request(number: int, *, outcome: int = OK, output: int = 11, **changes: Any) -> list[Any]:
+    """A request that takes 0.5 s to the first token and 0.05 s for each other one."""
+    values = {
+        "arrival_s": 1_000.0 + number,
+        "prompt_tokens": 100 + number,
+        "output_tokens": output,
+        "ttft_s": 0.5,
+        "duration_s": 1.0,
+        "tier": 0,
+        "outcome": outcome,
+        "tenant": 0,
+    } | changes
+    return [values[name] for name in FIELDS]
+
+
+def page(*requests: list[Any], **changes: Any) -> dict[str, Any]:
+    return {
+        "service": "chat",
+        "slo": {"ttft_s": 0.5, "tpot_s": 0.06},
+        "prefill_instances": 2,
+        "decode_instances": 3,
+        "outcomes": list(OUTCOMES),
+        "fields": list(FIELDS),
+        "requests": list(requests),
+    } | changes
+
+
+def ok_requests(count: int = 20) -> list[list[Any]]:
+    return [request(number) for number in range(count)]
+
+
+def test_arrivals_count_from_the_first_one_and_are_in_order() -> None:
+    traffic = parse_page(page(*reversed(ok_requests())), "page")
+    arrivals = [(each.arrival_s, each.input_tokens) for each in traffic.requests[:3]]
+    assert arrivals == [(0.0, 100), (1.0, 101), (2.0, 102)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "attainment"),
+    [
+        pytest.param({}, 1.0, id="both objectives met"),
+        pytest.param({"ttft_s": 0.6}, 20 / 21, id="the first token was late"),
+        pytest.param({"duration_s": 1.2}, 20 / 21, id="the others were late"),
+        pytest.param({"ttft_s": None, "duration_s": 1.1}, 1.0, id="a whole response on time"),
+        pytest.param({"ttft_s": None, "duration_s": 1.2}, 20 / 21, id="a late whole response"),
+        pytest.param({"outcome": FAILED}, 20 / 21, id="failed"),
+        pytest.param({"outcome": CANCELLED, "duration_s": 9.0}, 1.0, id="cancelled: not judged"),
+    ],
+)
+def test_attainment_is_counted_as_the_router_does(changed: dict[str, Any], attainment: float) -> None:
+    traffic = parse_page(page(*ok_requests(), request(20, **changed)), "page")
+    assert traffic.attainment == pytest.approx(attainment)
+    assert len(traffic.requests) == 21
+
+
+def test_invalid_requests_are_no_load() -> None:
+    assert len(parse_page(page(*ok_requests(), request(20, outcome=INVALID)), "page").requests) == 20
+
+
+def test_requests_that_did_not_end_get_the_median_length() -> None:
+    requests = [request(number, output=10 * number + 1) for number in range(20)]
+    traffic = parse_page(page(*requests, request(20, outcome=FAILED, output=0)), "page")
+    assert (traffic.requests[-1].output_tokens, traffic.guessed_outputs) == (96, 1)
+
+
+@pytest.mark.parametrize(
+    ("autoscaling", "policy"),
+    [
+        ({"policy": "balanced"}, PolicyName.BALANCED),
+        ({"policy": "arrow"}, PolicyName.ARROW),
+        ({"mode": "Advise"}, PolicyName.STATIC),
+    ],
+)
+def test_the_policy_is_that_of_the_service(autoscaling: dict[str, Any], policy: PolicyName) -> None:
+    spec = PDServiceSpec.model_validate({"model": "m", "instances": 5, "autoscaling": autoscaling})
+    ran_as = parse_page(add_spec(page(*ok_requests()), spec), "page").ran_as
+    assert (ran_as.policy, ran_as.prefill, ran_as.instances) == (policy, 2, 5)
+    alternatives = list(ran_as.list_alternatives())
+    assert alternatives[0].policies[0].name is policy
+    assert {each.instances for each in alternatives} == {4, 5, 6, 7}
+
+
+@pytest.mark.parametrize("deflect", [False, True])
+def test_the_alternatives_deflect_as_the_service_does_and_one_does_not(*, deflect: bool) -> None:
+    spec = PDServiceSpec(model="m", instances=4, router=RouterSpec(dispatch=DispatchSpec(deflect=deflect)))
+    ran_as = RanAs(spec=spec, policy=PolicyName.ARROW, prefill=2, instances=4)
+    switched = [each.policies[0].deflects is not deflect for each in ran_as.list_alternatives()]
+    assert switched == [False, False, False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        pytest.param([], "page (the document) is not as in the page /requests", id="a list"),
+        pytest.param(page(slo={"ttft_s": 0}), "page (slo.ttft_s) is not as in the page", id="no objective"),
+        pytest.param(page(fields=["arrival_s"]), "page (requests) are not those of a router", id="fields"),
+        pytest.param(page(request(0, outcome=9)), "page (requests) are not those of a router", id="outcome"),
+        pytest.param(page(request(0, arrival_s=None)), "page (requests) are not those of", id="no time"),
+        pytest.param(
+            page(request(0, output_tokens=-1)), "page (requests.0.2)", id="a negative number of tokens"
+        ),
+        pytest.param(page(request(0, arrival_s=float("inf"))), "page (requests.0.0)", id="no finite time"),
+        pytest.param(page(request(0)), "page (1 requests) are too few: a replay needs 20", id="one request"),
+        pytest.param(
+            page(*ok_requests(), decode_instances=0, prefill_instances=1),
+            "page (1 serving instances) are too few: a split needs 2",
+            id="one instance",
+        ),
+    ],
+)
+def test_other_documents_are_rejected_in_one_line(document: Any, message: str) -> None:
+    with pytest.raises(InvalidInput) as error:
+        parse_page(document, "page")
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_not_json_is_rejected(tmp_path: Path) -> None:
+    file = tmp_path / "requests.json"
+    file.write_text("{", encoding="utf-8")
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        read_file(file)
+    file.write_text(json.dumps(page()), encoding="utf-8")
+    assert read_file(file) == page()
