@@ -37,6 +37,7 @@ ALL_VALUES_CHANGED: dict[str, Any] = {
     "router": {
         "replicas": 3,
         "resources": {"requests": {"cpu": 2}, "limits": {"memory": "1Gi"}},
+        "stateCASecret": "fulcrum-state-ca",
         "podAnnotations": {"example.com/note": "router"},
         "nodeSelector": {"kubernetes.io/os": "linux"},
         "tolerations": [{"key": "control", "operator": "Exists", "effect": "NoSchedule"}],

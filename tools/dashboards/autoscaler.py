@@ -1,7 +1,7 @@
 """Dashboard Autoscaler: what it sees, and what it decides and does."""
 
 from tools.dashboards.panels import Panel, build_dashboard, lines
-from tools.dashboards.queries import RATE, SELECTOR, Query, largest, rate
+from tools.dashboards.queries import RATE, SELECTOR, Query, largest, quantiles_of_all, rate
 
 
 def build() -> str:
@@ -14,9 +14,12 @@ def _seen() -> list[Panel]:
     return [
         lines(
             "Load by role",
-            "What the autoscaler saw. NaN (a gap): it cannot tell, and flips nothing.",
-            [largest("autoscaler_load_ratio", "role")],
-            limit=1.0,
+            "What the autoscaler saw. Policy arrow flips to decode while decode is above expand, and to "
+            "prefill only while decode is below shrink. NaN (a gap): it cannot tell, and flips nothing.",
+            [
+                largest("autoscaler_load_ratio", "role"),
+                largest("autoscaler_threshold_ratio", "threshold"),
+            ],
         ),
         lines(
             "Assigned and serving instances",
@@ -58,14 +61,7 @@ def _done() -> list[Panel]:
             "Time of a flip",
             "From the decision until the router dispatches by it, for the flips of an hour. Seconds: the API "
             "server or the router's watch is slow.",
-            [
-                Query(
-                    f"histogram_quantile({share}, "
-                    f"sum by (le) (increase(fulcrum_router_flip_seconds_bucket{{{SELECTOR}}}[1h])))",
-                    f"p{100 * share:g}",
-                )
-                for share in (0.5, 0.99)
-            ],
+            quantiles_of_all("fulcrum_router_flip_seconds", f"{{{SELECTOR}}}", window="1h"),
             unit="s",
         ),
         lines(

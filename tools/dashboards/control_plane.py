@@ -1,12 +1,17 @@
 """Dashboard Control plane: operators, active routers, reconciles, and the memory of the router."""
 
 from tools.dashboards.panels import Panel, build_dashboard, figure, lines, timeline
-from tools.dashboards.queries import RATE, SELECTOR, Query, largest, median_and_p99, rate
+from tools.dashboards.queries import RATE, SELECTOR, Query, largest, quantiles_of_all, rate
 
 
 def build() -> str:
     """Build the JSON of the dashboard."""
-    rows = [("State", _state()), ("Operator", _reconciles()), ("Router", _router())]
+    rows = [
+        ("State", _state()),
+        ("Reconciles", _reconciles()),
+        ("Instances", _instances()),
+        ("Router", _router()),
+    ]
     return build_dashboard("Control plane", "Operator, routers, API.", rows)
 
 
@@ -44,9 +49,26 @@ def _reconciles() -> list[Panel]:
         lines(
             "Duration of reconciles",
             "Seconds mean that the API server is slow.",
-            median_and_p99("fulcrum_operator_reconcile_seconds", ""),
+            quantiles_of_all("fulcrum_operator_reconcile_seconds", ""),
             unit="s",
         ),
+        lines(
+            "API calls",
+            "Of the operator, each second, by method and status. 429, 5xx, none: the API server is "
+            "overloaded or away. 409: somebody else writes the same objects.",
+            [
+                Query(
+                    f"sum by (method, status) (rate(fulcrum_operator_api_requests_total[{RATE}]))",
+                    "{{method}} {{status}}",
+                )
+            ],
+            unit="reqps",
+        ),
+    ]
+
+
+def _instances() -> list[Panel]:
+    return [
         lines(
             "Instances by phase",
             "All Serving is right. Starting for long: see how long the model should take in `fulcrum "
@@ -69,6 +91,13 @@ def _reconciles() -> list[Panel]:
                 "{{condition}}: {{reason}}",
             ),
             names=[("Unknown", "grey"), ("False", "purple"), ("True", "blue")],
+        ),
+        lines(
+            "Time of drains",
+            "Of drains that ended in the last hour, in all services. Near the drain "
+            "timeout: requests are cut off; raise it, or send shorter ones.",
+            quantiles_of_all("fulcrum_operator_drain_seconds", "", window="1h"),
+            unit="s",
         ),
     ]
 

@@ -1,6 +1,6 @@
 """Dashboard Instances: role, load and health of each instance."""
 
-from tools.dashboards.panels import Panel, build_dashboard, lines, timeline
+from tools.dashboards.panels import ROLE_COLORS, Panel, build_dashboard, heat_map, lines, timeline
 from tools.dashboards.queries import SELECTOR, Query, largest
 
 _PREFILL, _DECODE = (
@@ -23,7 +23,7 @@ def _state() -> list[Panel]:
             "Stripes that alternate: see "
             "FulcrumFlapping.",
             Query(f"{_PREFILL} * 1 or {_DECODE} * 2", "{{instance}}"),
-            names=[("other", "grey"), ("prefill", "blue"), ("decode", "orange")],
+            names=[("other", "grey"), *ROLE_COLORS.items()],
         ),
         timeline(
             "Ejected",
@@ -36,6 +36,14 @@ def _state() -> list[Panel]:
 
 def _load() -> list[Panel]:
     return [
+        heat_map(
+            "KV cache use by instance",
+            "As the router last read it. One hot row: a long request, or requests that share a prefix. "
+            "All rows hot: more decode instances.",
+            largest("router_instance_kv_usage_ratio", "instance"),
+            unit="percentunit",
+            steps=[(None, "#1b3a57"), (0.25, "#2f6f9f"), (0.5, "#7aa6c2"), (0.75, "orange"), (0.9, "red")],
+        ),
         lines(
             "Prefill work queued",
             "Predicted seconds until an instance has done its prompts. One line far above the "
@@ -95,4 +103,4 @@ def _health() -> list[Panel]:
 
 def _engine(metric: str) -> Query:
     """A gauge of vLLM itself, by instance."""
-    return Query(f"max by (instance, role) (vllm:{metric}{{{SELECTOR}}})", "{{instance}} {{role}}")
+    return Query(f"max by (instance, role) (vllm:{metric}{{{SELECTOR}}})", "{{role}} {{instance}}")

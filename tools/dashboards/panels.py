@@ -6,18 +6,29 @@ The types of Grafana's SDK check the layout of the file, not the queries. Schema
 import json
 from collections.abc import Sequence
 
-from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, statetimeline, timeseries
+from grafana_foundation_sdk.builders import (
+    common,
+    dashboard,
+    prometheus,
+    stat,
+    statetimeline,
+    statushistory,
+    timeseries,
+)
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.common import (
     GraphThresholdsStyleMode,
     LegendDisplayMode,
     LegendPlacement,
     StackingMode,
+    VisibilityMode,
 )
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
     DashboardLinkType,
     DataSourceRef,
+    DynamicConfigValue,
+    FieldColorModeId,
     Threshold,
     ThresholdsMode,
     ValueMap,
@@ -29,7 +40,9 @@ from tools.dashboards.queries import FLIPS, Query
 
 _SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 _WIDTH, _HEIGHT = 12, 8
-Panel = timeseries.Panel | stat.Panel | statetimeline.Panel
+ROLE_COLORS = {"prefill": "orange", "decode": "blue"}
+"""Colours of series whose name begins with a role: those of the live page."""
+Panel = timeseries.Panel | stat.Panel | statetimeline.Panel | statushistory.Panel
 
 
 def lines(
@@ -45,7 +58,12 @@ def lines(
 ) -> timeseries.Panel:
     """A panel of lines; `text` says what to do, `limit` is a threshold, the axis reaches at least `top`."""
     panel = timeseries.Panel().title(title).description(text).datasource(_SOURCE).unit(unit)
-    panel = panel.span(width).height(_HEIGHT).line_width(1).fill_opacity(10).axis_soft_min(0)
+    panel = panel.span(width).height(_HEIGHT).line_width(1).fill_opacity(0).axis_soft_min(0)
+    for role, color in ROLE_COLORS.items():
+        fixed = DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": color})
+        panel = panel.override_by_regexp(f"/^(to )?{role}( |$)/", [fixed])
+    dashes = DynamicConfigValue(id_val="custom.lineStyle", value={"fill": "dash", "dash": [6, 6]})
+    panel = panel.override_by_regexp("/ assigned$/", [dashes])
     legend = common.VizLegendOptions().display_mode(LegendDisplayMode.LIST).placement(LegendPlacement.BOTTOM)
     panel = panel.legend(legend.show_legend(True))
     if stacked:
@@ -78,6 +96,23 @@ def timeline(
     panel = statetimeline.Panel().title(title).description(text).datasource(_SOURCE)
     panel = panel.mappings([ValueMap(options=options)])
     return panel.span(width).height(_HEIGHT).merge_values(True).with_target(_build_target(query, 0))
+
+
+def heat_map(
+    title: str,
+    text: str,
+    query: Query,
+    *,
+    unit: str,
+    steps: Sequence[tuple[float | None, str]],
+) -> statushistory.Panel:
+    """A panel with a row of cells for each series; `steps`: lowest value and colour of each step."""
+    panel = statushistory.Panel().title(title).description(text).datasource(_SOURCE).unit(unit)
+    thresholds = [Threshold(value=value, color=color) for value, color in steps]
+    config = dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(thresholds)
+    colors = dashboard.FieldColor().mode(FieldColorModeId.THRESHOLDS)
+    panel = panel.thresholds(config).color_scheme(colors).show_value(VisibilityMode.NEVER)
+    return panel.span(2 * _WIDTH).height(_HEIGHT).with_target(_build_target(query, 0))
 
 
 def build_dashboard(

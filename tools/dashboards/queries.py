@@ -1,5 +1,6 @@
 """PromQL of the dashboards: the labels that queries select by, and the queries that several panels share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 SELECTOR = 'namespace="$namespace",service="$service"'
@@ -45,14 +46,16 @@ def quantiles(metric: str, by: str = "tier") -> list[Query]:
     return [quantile(share, metric, by) for share in (0.5, 0.9, 0.99, 0.999)]
 
 
-def median_and_p99(metric: str, selector: str) -> list[Query]:
-    """The quantiles p50 and p99 of a histogram over all series of the selector."""
+def quantiles_of_all(
+    metric: str, selector: str, *, window: str = RATE, shares: Sequence[float] = (0.5, 0.99)
+) -> list[Query]:
+    """Quantiles of a histogram over all series of the selector; `window`: what is rare needs a long one."""
     return [
         Query(
-            f"histogram_quantile({share}, sum by (le) (rate({metric}_bucket{selector}[{RATE}])))",
+            f"histogram_quantile({share}, sum by (le) (rate({metric}_bucket{selector}[{window}])))",
             f"p{100 * share:g}",
         )
-        for share in (0.5, 0.99)
+        for share in shares
     ]
 
 

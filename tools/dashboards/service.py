@@ -9,13 +9,14 @@ from tools.dashboards.queries import (
     SLO_MET,
     Query,
     largest,
-    median_and_p99,
     quantiles,
+    quantiles_of_all,
     rate,
 )
 
 _MET = f"sum by (tier) (rate({SLO_MET}[{RATE}]))"
 _JUDGED = f"sum by (tier) (rate({ENDED}[{RATE}]))"
+_TRANSFERS = f"fulcrum_router_kv_transfers_total{{{SELECTOR}"
 _BUDGET = f"on (namespace, service) group_left () fulcrum:slo_budget:ratio{{{SELECTOR}}}"
 
 
@@ -101,6 +102,29 @@ def _latency() -> list[Panel]:
             quantiles("fulcrum_router_waiting_seconds"),
             unit="s",
         ),
+        lines(
+            "Time between tokens",
+            "Engines' own figure of single tokens; TPOT is its mean over a request. If p99 leaves p50 "
+            "behind, prompts are computed beside answers, or engines preempt.",
+            quantiles_of_all(
+                "vllm:inter_token_latency_seconds", f"{{{SELECTOR}}}", shares=(0.5, 0.9, 0.99, 0.999)
+            ),
+            unit="s",
+        ),
+        lines(
+            "KV cache use by role",
+            "Mean and fullest instance. Decode near 1: requests wait or are preempted, so more decode "
+            "instances.",
+            [
+                Query(
+                    f"{name} by (role) (fulcrum_router_instance_kv_usage_ratio{{{SELECTOR}}})",
+                    f"{{{{role}}}} {label}",
+                )
+                for name, label in (("avg", "mean"), ("max", "fullest"))
+            ],
+            unit="percentunit",
+            top=1.0,
+        ),
     ]
 
 
@@ -144,9 +168,23 @@ def _kv() -> list[Panel]:
             unit="ops",
         ),
         lines(
+            "Verified KV transfers",
+            "Share of transfers whose KV decode has used, of those whose outcome is known. Below 1: see the "
+            "runbook of KVTransferVerified.",
+            [
+                Query(
+                    f'sum(rate({_TRANSFERS},outcome="verified"}}[{RATE}])) '
+                    f'/ sum(rate({_TRANSFERS},outcome=~"verified|recomputed"}}[{RATE}]))',
+                    "verified",
+                )
+            ],
+            unit="percentunit",
+            top=1.0,
+        ),
+        lines(
             "Time of KV transfers",
             "From sending the decode leg to its first token: transfer, queue and first step.",
-            median_and_p99("fulcrum_router_kv_transfer_seconds", f"{{{SELECTOR}}}"),
+            quantiles_of_all("fulcrum_router_kv_transfer_seconds", f"{{{SELECTOR}}}"),
             unit="s",
         ),
         lines(

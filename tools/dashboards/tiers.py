@@ -1,16 +1,38 @@
 """Dashboard Tiers and tenants: what each tier was promised and got, and the callers that were refused."""
 
+from dataclasses import replace
+
 from tools.dashboards.panels import Panel, build_dashboard, figure, lines
-from tools.dashboards.queries import ENDED, OFFERED, RATE, SELECTOR, SLO_MET, Query, quantile, rate
+from tools.dashboards.queries import (
+    ENDED,
+    OFFERED,
+    RATE,
+    SELECTOR,
+    SLO_MET,
+    Query,
+    largest,
+    quantile,
+    rate,
+)
 
 _MET = f"sum by (tier) (increase({SLO_MET}[$__range]))"
 _JUDGED = f"sum by (tier) (increase({ENDED}[$__range]))"
+_TENANT_REQUESTS = f"fulcrum_router_tenant_requests_total{{{SELECTOR}}}"
+_JUDGED_OF_TENANT = f'fulcrum_router_tenant_requests_total{{{SELECTOR},result!="limited"}}'
+_LIMITED_OF_TENANT = f'fulcrum_router_tenant_requests_total{{{SELECTOR},result="limited"}}'
+_MET_OF_TENANT = f'fulcrum_router_tenant_requests_total{{{SELECTOR},result="met"}}'
 _MISSED = f"sum by (tier, part) (rate(fulcrum_router_slo_misses_total{{{SELECTOR}}}[{RATE}])) > 0"
 
 
 def build() -> str:
     """Build the JSON of the dashboard."""
-    rows = [("What was promised", _promise()), ("Latency", _latency()), ("Callers", _callers())]
+    rows = [
+        ("What was promised", _promise()),
+        ("Admission", _admission()),
+        ("Latency", _latency()),
+        ("Tenants", _tenants()),
+        ("Callers", _callers()),
+    ]
     return build_dashboard("Tiers and tenants", "Who gets what was promised?", rows)
 
 
@@ -46,6 +68,87 @@ def _promise() -> list[Panel]:
             "Requests of each tier",
             "That arrive, per second. A jump in one tier: look for the tenant in its clients' logs.",
             [rate("router_requests_offered_total", "tier")],
+            unit="reqps",
+        ),
+    ]
+
+
+def _admission() -> list[Panel]:
+    return [
+        lines(
+            "Decisions on admission",
+            "With router.admission Enforce, or what it would do with Advise. queue: served late; degrade: "
+            "with less output. refuse in a high tier: the service is too small.",
+            [_only_positive(rate("router_admission_decisions_total", "mode, tier, decision"))],
+            unit="reqps",
+            stacked=True,
+        ),
+        lines(
+            "Refused requests",
+            "By reason. prefill_full, waited_too_long: more prefill. decode_full: more decode. rate_limit: a "
+            "tenant sends more than it may; see the tenants below.",
+            [_only_positive(rate("router_admission_refusals_total", "mode, tier, reason"))],
+            unit="reqps",
+            stacked=True,
+        ),
+        lines(
+            "Outcomes of each tier",
+            "Requests that ended, except ok. left_late: clients gave up; failed, broken: see the dashboard "
+            "Service.",
+            [
+                Query(
+                    f"sum by (tier, outcome) (rate(fulcrum_router_requests_total{{{SELECTOR},"
+                    f'outcome!="ok"}}[{RATE}])) > 0',
+                    "{{tier}} {{outcome}}",
+                )
+            ],
+            unit="reqps",
+            stacked=True,
+        ),
+        lines(
+            "Reserve",
+            "Share of prefill and KV cache reserved for a tier. kept: others leave it free. lent for hours: "
+            "the tier does not need it.",
+            [largest("router_tier_reserve_ratio", "tier, state")],
+            unit="percentunit",
+            stacked=True,
+        ),
+    ]
+
+
+def _tenants() -> list[Panel]:
+    return [
+        lines(
+            "Requests of tenants",
+            "The 50 tenants with most requests, and (others). One far above the rest: give it a rate limit, "
+            "or a tier of its own.",
+            [Query(f"sum by (tenant) (rate({_TENANT_REQUESTS}[{RATE}]))", "{{tenant}}")],
+            unit="reqps",
+            stacked=True,
+        ),
+        lines(
+            "SLO attainment of tenants",
+            "Requests over a rate limit do not count. One tenant below the others of its tier: it sends "
+            "longer prompts, or more than its fair share.",
+            [
+                Query(
+                    f"sum by (tenant) (rate({_MET_OF_TENANT}[{RATE}]))"
+                    f" / sum by (tenant) (rate({_JUDGED_OF_TENANT}[{RATE}]))",
+                    "{{tenant}}",
+                )
+            ],
+            unit="percentunit",
+            top=1.0,
+        ),
+        lines(
+            "Tenants over their rate limit",
+            "Requests per second that got 429. A client that ignores Retry-After shows as a flat line.",
+            [
+                Query(
+                    f"sum by (tenant) (rate({_LIMITED_OF_TENANT}[{RATE}])) > 0",
+                    "{{tenant}}",
+                )
+            ],
             unit="reqps",
         ),
     ]
@@ -89,3 +192,8 @@ def _callers() -> list[Panel]:
             unit="reqps",
         ),
     ]
+
+
+def _only_positive(query: Query) -> Query:
+    """Leave out series that are 0: most of all combinations of labels."""
+    return replace(query, expr=f"{query.expr} > 0")

@@ -9,7 +9,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from fulcrum_autoscaler.metrics import AutoscalerMetrics
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_operator.controller.cache import ObjectCache
-from fulcrum_operator.controller.metrics import Metrics
+from fulcrum_operator.controller.metrics import ApiCallCollector, Metrics
 from fulcrum_operator.controller.service_metrics import ServiceCollector
 from fulcrum_router.control.metrics import RouterCollector
 from fulcrum_router.router import Router
@@ -55,7 +55,8 @@ _BOUNDS = {
     **{"tier": "T", "instance": "I", "prefill": "P", "decode": "P", "namespace": "S", "service": "S"},
     **{"outcome": "F", "reason": "F", "cause": "5", "phase": "8", "part": "9", "path": "F", "task": "F"},
     **{"action": "3", "trigger": "2", "to": "2", "role": "2", "header": "2", "pool": "pools"},
-    **{"mode": "2", "decision": "F"},
+    **{"mode": "2", "decision": "F", "tenant": "51", "result": "4", "state": "2", "threshold": "2"},
+    **{"method": "6", "status": "F"},
 }
 """Most values of each label. Labels with the same letter name one thing; an instance has one role."""
 
@@ -69,6 +70,7 @@ def list_families() -> dict[str, list[Family]]:
         "Autoscaler": list(_list_registered(vars(AutoscalerMetrics()).values())),
         "Operator": [
             *_list_registered(vars(Metrics()).values()),
+            *(_make_family(f, _label_names(f)) for f in ApiCallCollector({("GET", 200): 0}).collect()),
             *(_make_family(f, _label_names(f)) for f in services.collect()),
         ],
     }

@@ -107,6 +107,12 @@ app.kubernetes.io/component: {{ .component }}
           audience: fulcrum.dev/router-state
           expirationSeconds: 3600
           path: token
+      {{- with .Values.router.stateCASecret }}
+      - secret:
+          name: {{ . }}
+          items: [{key: ca.crt, path: state-ca.crt}]
+          optional: true
+      {{- end }}
 {{- end -}}
 
 {{/* namespaceSelector of a PodMonitor: the namespaces whose services the operator watches. */}}

@@ -6,17 +6,22 @@ import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from fulcrum_cli.simulation.page_states import build_states
 from fulcrum_cli.web.broadcast import Broadcast
 from fulcrum_cli.web.feed import Feed
+from fulcrum_cli.web.recording import read_states, write_states
+from fulcrum_cli.web.replay import Replay
 from fulcrum_cli.web.server import serve_page
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.memory_store import MemoryStore
 from tests.live_page import SyntheticService
+from tests.simulated_runs import run_equal_requests
 from tests.waiting import wait_until
 
 AGE_S = 60.0
@@ -66,6 +71,7 @@ class ShownService:
         start_s = time.time() - AGE_S
         self.synthetic = SyntheticService(count, start_s=start_s, pools=pools, rate_rps=rate_rps)
         self.actions: list[dict[str, Any]] = []
+        self.too_slow = False
 
     @asynccontextmanager
     async def serve(self, *, port: int = 0) -> AsyncIterator[str]:
@@ -82,7 +88,7 @@ class ShownService:
                 await asyncio.gather(task, return_exceptions=True)
 
     def read_controls(self) -> dict[str, Any]:
-        return {"loads": ["moving", "steady"], "load": "moving", "started": True}
+        return {"loads": ["moving", "steady"], "load": "moving", "started": True, "too_slow": self.too_slow}
 
     async def run_action(self, action: dict[str, Any]) -> str:
         self.actions.append(action)
@@ -97,6 +103,8 @@ async def test_the_page_shows_the_fleet_and_calls_no_other_host(page: Any) -> No
         assert await page.locator(".tile").count() == 8
         names = await page.locator(".tile").evaluate_all("tiles => tiles.map(t => t.ariaLabel)")
         assert all("KV cache" in name for name in names)
+        cut_off = "lines => lines.filter(line => line.scrollHeight > line.clientHeight).length"
+        assert await page.locator(".tile-status").evaluate_all(cut_off) == 0
         assert await page.locator("[role=log] li").count() > 3
         assert page.called == {address.split("/")[2]}
         assert page.messages == []
@@ -165,6 +173,37 @@ async def test_a_lost_connection_is_said_and_made_again(page: Any) -> None:
     await page.wait_for_selector("[role=alert]:text('Connection lost')")
     async with shown.serve(port=int(address.split(":")[2].split("/")[0])):
         await page.wait_for_selector("[role=alert]:text('Refused')")  # a new server has a new token
+
+
+async def test_a_machine_that_is_too_slow_is_said(page: Any) -> None:
+    shown = ShownService(2)
+    shown.too_slow = True
+    async with shown.serve() as address:
+        await page.goto(address)
+        await page.wait_for_selector("[role=alert]:text('Machine too slow')")
+
+
+async def test_a_simulated_run_is_replayed_paused_and_moved(page: Any, tmp_path: Path) -> None:
+    file = tmp_path / "run.gz"
+    run = run_equal_requests("arrow:1P3D", rate_rps=6.0, tokens=12_000)  # one instance is too slow: it flips
+    write_states(build_states(run, load="a test"), file)
+    replay, broadcast = Replay(read_states(file), file), Broadcast()
+    async with serve_page(broadcast, run_action=replay.run_action) as address:
+        task = asyncio.create_task(replay.run(broadcast))
+        try:
+            await page.goto(address)
+            await page.wait_for_selector(".connection.open:text('replay')")
+            await page.click("button:text('64×')")
+            await page.wait_for_selector("[role=log] li:has-text('by the autoscaler')")
+            await page.click("button:text('Pause')")
+            await page.locator("input[type=range]").fill("30")
+            await page.wait_for_selector("text=0:30 of")
+            assert await page.locator(".tile").count() == 4
+            assert await page.locator("button:text('Kill engine')").count() == 0
+            assert page.messages == []
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 @pytest.mark.parametrize("count", [64, 1000])

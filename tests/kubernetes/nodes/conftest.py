@@ -20,6 +20,7 @@ from tools.kubernetes.cluster import Cluster
 MODULE_ORDER = (
     "test_machine",
     "test_install",
+    "test_monitoring",
     "test_flips",
     "test_scale",
     "test_rollout",  # for 30 s new routers report no instance as drained: leases of old routers may be open
@@ -32,7 +33,7 @@ MODULE_ORDER = (
     "test_api_server",  # Kubernetes' scheduler may miss a cordon for a minute afterwards
     "test_permissions",  # by then the audit log covers the other scenarios
     "test_deletion",
-    "test_one_namespace",
+    "test_restricted_cluster",
     "test_documentation",  # removes the CRDs
 )
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tests.paths import ROOT
@@ -27,14 +28,17 @@ class Helm:
     def __init__(self, cluster: Cluster, namespace: str = NAMESPACE) -> None:
         self._cluster, self._namespace = cluster, namespace
 
-    def install(self, settings: Mapping[str, Any], *, wait: bool = True) -> dict[str, Any]:
+    def install(
+        self, settings: Mapping[str, Any], *, wait: bool = True, chart: Path = CHART
+    ) -> dict[str, Any]:
         """Run `helm install`; with `wait`, wait until all objects are ready."""
         options = {"create_namespace": True, "timeout": 60} | ({"wait": "watcher"} if wait else {})
-        return self._run("install", str(CHART), RELEASE, settings, **options)
+        return self._run("install", str(chart), RELEASE, settings, **options)
 
-    def upgrade(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Run `helm upgrade` and wait until all objects are ready."""
-        return self._run("upgrade", str(CHART), RELEASE, settings, timeout=120, wait="watcher")
+    def upgrade(self, settings: Mapping[str, Any], *, wait: bool = True) -> dict[str, Any]:
+        """Run `helm upgrade`; with `wait`, wait until all objects are ready."""
+        options = {"timeout": 120} | ({"wait": "watcher"} if wait else {})
+        return self._run("upgrade", str(CHART), RELEASE, settings, **options)
 
     def uninstall(self) -> dict[str, Any]:
         """Run `helm uninstall` and wait until all objects are deleted; succeeds if nothing is installed."""

@@ -127,7 +127,7 @@ def run_load(
     running = Load(cluster.nodes[node], host=address, model=MODEL, seed=seed, report=report)
     try:
         with running.window("warming up"):
-            wait_for(lambda: service.receive_first_token(node), "a first token", timeout_s=30)
+            wait_for(lambda: service.receives_first_token(node), "a first token", timeout_s=30)
         yield running
     finally:
         running.stop()

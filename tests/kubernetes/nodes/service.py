@@ -1,4 +1,4 @@
-"""One PDService as its user sees it: its objects, its pods, its address, its router's state."""
+"""Reads and changes one PDService of a test cluster, and sends requests to it."""
 
 import contextlib
 import datetime
@@ -33,7 +33,10 @@ _OPPOSITE_ROLE = {"Prefill": "Decode", "Decode": "Prefill"}
 
 
 class DeployedService:
-    """One PDService of the cluster with its objects and pods, read with administrator permissions."""
+    """One PDService: reads and writes its objects and pods with administrator permissions.
+
+    It does not create or delete the service.
+    """
 
     def __init__(self, cluster: Cluster, namespace: str, name: str) -> None:
         self._cluster, self._namespace, self._name = cluster, namespace, name
@@ -52,7 +55,7 @@ class DeployedService:
         return False
 
     def patch(self, plural: str, change: Object, *, name: str | None = None) -> Object:
-        """Send a merge patch; RuntimeError with the API server's response if it refuses."""
+        """Send a merge patch; RuntimeError with the response if the API server refuses the patch."""
         status, body = self._cluster.request(
             "PATCH",
             f"{self._path(plural)}/{name or self._name}",
@@ -65,13 +68,17 @@ class DeployedService:
         return response
 
     def restore_spec(self) -> None:
-        """Reset the spec to that of the manifest, except for the image."""
+        """Set what tests change to the values of a service made from MANIFEST, not to earlier values.
+
+        These are instances, pools, SLO, autoscaling mode, flip strategy and engine arguments. Other fields
+        keep their values, also the image.
+        """
         autoscaling = {"mode": "Auto", "flip": {"strategy": "Auto"}}
         spec = {"instances": INSTANCES, "autoscaling": autoscaling, "engine": {"args": []}}
         self.patch("pdservices", {"spec": {**spec, "pools": None, "slo": None}})
 
-    def read_desired_roles(self) -> dict[str, Object]:
-        """Return the desired assignment: the PDAssignment's entry of each instance."""
+    def read_assignment_entries(self) -> dict[str, Object]:
+        """Return the entry of each instance in the PDAssignment's spec, by name."""
         entries: dict[str, Object] = self.read("pdassignments")["spec"].get("roles", {})
         return entries
 
@@ -90,20 +97,20 @@ class DeployedService:
         return (status.get("phase"), status.get("role")) == ("Serving", role)
 
     def flip_one_instance(self) -> tuple[str, str]:
-        """Flip one instance of the larger role, as a person; return its name and new role."""
-        roles = {name: entry["role"] for name, entry in self.read_desired_roles().items()}
+        """Flip one instance of the role with more instances, as a person; return its name and new role."""
+        roles = {name: entry["role"] for name, entry in self.read_assignment_entries().items()}
         most = max(("Decode", "Prefill"), key=list(roles.values()).count)
         name = min(name for name, role in roles.items() if role == most)
         self._write_roles({name: _OPPOSITE_ROLE[most]})
         return name, _OPPOSITE_ROLE[most]
 
     def swap_roles(self) -> float:
-        """Flip all instances in one write, as a person: the only flip that the floors of a pair allow.
+        """Flip all instances in one write, as a person; return the time just before it (`time.monotonic`).
 
-        Returns the time of the write, in seconds of the monotonic clock.
+        With one prefill and one decode instance this is the only flip that the floors allow.
         """
         return self._write_roles(
-            {name: _OPPOSITE_ROLE[entry["role"]] for name, entry in self.read_desired_roles().items()}
+            {name: _OPPOSITE_ROLE[entry["role"]] for name, entry in self.read_assignment_entries().items()}
         )
 
     def _write_roles(self, roles: dict[str, str]) -> float:
@@ -124,7 +131,7 @@ class DeployedService:
         return next((c for c in conditions if c["type"] == kind), {})
 
     def messages(self) -> dict[str, str]:
-        """Return the messages of the service's Events, joined by reason."""
+        """Return the messages of the service's Events by reason; messages with one reason are joined."""
         messages: dict[str, str] = {}
         for event in self._cluster.read(f"/api/v1/namespaces/{self._namespace}/events")["items"]:
             if event["involvedObject"]["name"] == self._name:
@@ -144,7 +151,7 @@ class DeployedService:
         return list_pods(self._cluster, self._namespace, labels)
 
     def active_router(self) -> Pod:
-        """Return the router whose address the Service has; LookupError if there is not exactly one."""
+        """Return the router that the Service directs traffic to; LookupError unless there is exactly one."""
         addresses = self.endpoints()
         found = [pod for pod in self.routers() if pod.address in addresses]
         if len(found) != 1:
@@ -152,7 +159,7 @@ class DeployedService:
         return found[0]
 
     def endpoints(self) -> list[str]:
-        """Return the ready addresses of the Service's EndpointSlices."""
+        """Return the ready router addresses in the Service's EndpointSlices."""
         selector = f"labelSelector=kubernetes.io%2Fservice-name%3D{self._name}"
         path = f"/apis/discovery.k8s.io/v1/namespaces/{self._namespace}/endpointslices?{selector}"
         slices = self._cluster.read(path)["items"]
@@ -160,7 +167,7 @@ class DeployedService:
         return [e["addresses"][0] for e in endpoints if (e.get("conditions") or {}).get("ready", True)]
 
     def find_duplicate_endpoints(self) -> list[str]:
-        """Return the endpoints that more than one serving instance has."""
+        """Return the engine endpoints that more than one serving PDInstance has in its status."""
         claims = Counter(s.get("endpoint") for s in self.instances().values() if s.get("phase") == "Serving")
         return [str(endpoint) for endpoint, claimed in claims.items() if claimed > 1]
 
@@ -172,14 +179,20 @@ class DeployedService:
         address: str = self._cluster.read(path)["spec"]["clusterIP"]
         return address
 
-    def receive_first_token(self, node: str) -> bool:
-        """Whether a streamed completion through the Service's address returns a first token."""
+    def receives_first_token(self, node: str) -> bool:
+        """Request a completion from `node`; return whether the stream begins with a JSON event.
+
+        Raises LookupError as `stream` does, and OSError without a connection.
+        """
         with self.stream(node, tokens=4) as response:
             return response.readline().startswith(b"data: {")
 
     @contextlib.contextmanager
     def stream(self, node: str, *, tokens: int) -> Iterator[http.client.HTTPResponse]:
-        """Open a streamed completion through the Service's address; LookupError if the status is not 200."""
+        """Request a streamed completion at the Service's address, from the network of `node`.
+
+        LookupError if the status is not 200.
+        """
         body = json.dumps({"model": MODEL, "prompt": "Hello", "max_tokens": tokens, "stream": True})
         address = self.address()
         with self._cluster.nodes[node].enter_network():
@@ -195,7 +208,7 @@ class DeployedService:
     # -- readiness --
 
     def is_fully_ready(self, instances: int = INSTANCES, *, routers: int = 2) -> bool:
-        """Whether exactly `instances` serve, each with a ready pod, and all routers are ready, one active."""
+        """Whether exactly `instances` serve with ready pods, and exactly `routers` are ready, one active."""
         engines, router_pods = self.engines(), self.routers()
         return (
             self.phases() == {"Serving": instances}
@@ -206,7 +219,11 @@ class DeployedService:
         )
 
     def is_fully_ready_without(self, node: str, instances: int = INSTANCES) -> bool:
-        """Like `is_fully_ready`, ignoring everything on this node."""
+        """Whether the service is fully ready on the other nodes, with two routers, one of them active.
+
+        Pods that are not ready are ignored. No instance on this node may be in phase Serving. LookupError
+        unless exactly one router is active.
+        """
         engines = [pod for pod in self.engines() if pod.ready and not pod.terminating and pod.node != node]
         routers = [pod for pod in self.routers() if pod.ready and not pod.terminating and pod.node != node]
         serving = self.phases()["Serving"]
@@ -217,7 +234,7 @@ class DeployedService:
     def wait_until_ready(
         self, instances: int = INSTANCES, *, routers: int = 2, timeout_s: float = 60.0
     ) -> float:
-        """Wait until `is_fully_ready`; return the seconds. A TimeoutError's notes list all pods."""
+        """Wait until `is_fully_ready`; return the seconds. A TimeoutError lists all instances and pods."""
         try:
             return wait_for(
                 lambda: self.is_fully_ready(instances, routers=routers),

@@ -55,7 +55,7 @@ def test_what_cannot_run_is_named_in_events_and_condition_and_the_rest_serves(
     with load.window("another service with five pools, four of which cannot run") as window:
         cluster.kubectl("apply", f"--namespace={namespace}", "-f", "-", stdin=MANIFEST)
         reported_after_s = wait_for(lambda: _missing_events(odd) == set(), "the events", timeout_s=90)
-        wait_for(lambda: odd.receive_first_token("n1"), "a first token", timeout_s=30)
+        wait_for(lambda: odd.receives_first_token("n1"), "a first token", timeout_s=30)
         wait_for(lambda: _missing_in_condition(odd) == set(), "the condition", timeout_s=30)
         degraded, tiers = odd.condition("Degraded"), odd.condition("TiersAccepted")
         cluster.kubectl("delete", "pdservice", "odd", f"--namespace={namespace}", "--timeout=60s")

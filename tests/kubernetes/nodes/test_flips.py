@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from fulcrum_cli.assignment.writes import AssignmentWrite, flip_instance
-from fulcrum_cluster.client import open_store
+from fulcrum_cli.regret.recorded_traffic import RecordedTraffic, add_spec, parse_page
+from fulcrum_cli.web.sources import ClusterRouter
+from fulcrum_cluster.client import open_cluster, open_store
+from fulcrum_core.api.pdservice import PDServiceSpec
 from fulcrum_core.values import Role
 from fulcrum_simulator.percentile import percentile
 from tests.conftest import RecordMeasurement
@@ -20,7 +23,7 @@ from tests.kubernetes.nodes.components import find_leading_operator, has_restart
 from tests.kubernetes.nodes.load import Load
 from tests.kubernetes.nodes.pods import signal_pod
 from tests.kubernetes.nodes.router_state import StatePort, open_state_port
-from tests.kubernetes.nodes.service import DeployedService
+from tests.kubernetes.nodes.service import INSTANCES, DeployedService
 from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.waiting import wait_for
 
@@ -43,7 +46,7 @@ def manual_service(service: DeployedService) -> Iterator[DeployedService]:
 
 def generate_flips(service: DeployedService, rng: random.Random) -> Iterator[tuple[str, Role]]:
     """Yield flips that keep both roles served: each second flip restores the split."""
-    roles = {name: Role(entry["role"]) for name, entry in service.read_desired_roles().items()}
+    roles = {name: Role(entry["role"]) for name, entry in service.read_assignment_entries().items()}
     for majority in itertools.cycle((Role.PREFILL, Role.DECODE)):
         name = rng.choice(sorted(name for name, role in roles.items() if role is majority))
         if sum(role is majority for role in roles.values()) < 2:
@@ -74,6 +77,18 @@ async def test_300_relabel_flips_are_acknowledged_and_fail_no_request(
         f"longest {max(delays_s):.4f} s"
     )
     assert (window.all_succeeded(), p99_s <= ACKNOWLEDGED_P99_MAX_S) == (True, True)
+    recorded = await _read_recorded_traffic(cluster, manual_service)
+    assert (recorded.service, recorded.ran_as.instances) == ("chat", INSTANCES)
+    assert 0.0 < (recorded.attainment or 0.0) <= 1.0
+
+
+async def _read_recorded_traffic(cluster: Cluster, service: DeployedService) -> RecordedTraffic:
+    """Read the requests that the router recorded, as `fulcrum regret` does."""
+    async with open_cluster(f"kubeconfig:{cluster.kubeconfig}") as client:
+        router = ClusterRouter(client.objects, "chat", namespace="default")
+        document = await router.read_document("requests")
+    spec = PDServiceSpec.model_validate(service.read("pdservices")["spec"])
+    return parse_page(add_spec(document, spec), "router of chat")
 
 
 async def _measure_flips(cluster: Cluster, state: StatePort, planned: list[tuple[str, Role]]) -> list[float]:
@@ -144,7 +159,7 @@ def test_flip_and_drain_commands_with_wait_return_when_they_took_effect_and_fail
 ) -> None:
     fulcrum = CommandLine(cluster.kubeconfig, tmp_path, "default")
     name = min(
-        name for name, entry in manual_service.read_desired_roles().items() if entry["role"] == "Prefill"
+        name for name, entry in manual_service.read_assignment_entries().items() if entry["role"] == "Prefill"
     )
     with load.window("flipped, drained and taken back by commands") as window:
         done = [

@@ -22,7 +22,7 @@ def test_chart_and_a_six_line_manifest_give_a_first_token_and_are_all_ready_with
     installed_s = time.monotonic() - begin
     cluster.kubectl("apply", "-f", "-", stdin=MANIFEST)
     chat = DeployedService(cluster, "default", "chat")
-    wait_for(lambda: chat.receive_first_token("n1"), "the first token", timeout_s=120)
+    wait_for(lambda: chat.receives_first_token("n1"), "the first token", timeout_s=120)
     first_token_s = time.monotonic() - begin
     chat.wait_until_ready(timeout_s=60)
     ready_s = time.monotonic() - begin

@@ -87,7 +87,7 @@ def test_killed_engine_fails_no_request_before_its_first_byte(
 def test_hung_engine_fails_no_request_before_its_first_byte(
     cluster: Cluster, service: DeployedService, load: Load, record_measurement: RecordMeasurement
 ) -> None:
-    victim = service.engines()[0]
+    victim, *others = service.engines()
     with load.window("engine hung", timeout_s=120) as window:
         signal_pod(cluster, victim, signal.SIGSTOP)
         noticed_s = wait_for(lambda: victim not in service.engines(), "the hang to be observed", timeout_s=90)
@@ -95,3 +95,7 @@ def test_hung_engine_fails_no_request_before_its_first_byte(
     record_measurement(f"engine hung: noticed after {noticed_s:.1f} s, ready again {ready_s:.1f} s later")
     assert (window.failed, window.wrong, window.broken_silently) == (0, 0, 0)
     assert noticed_s + ready_s <= HUNG_ENGINE_BACK_MAX_S
+    restarted = {(pod.name, pod.uid, pod.restarts) for pod in others} - {
+        (pod.name, pod.uid, pod.restarts) for pod in service.engines()
+    }
+    assert restarted == set(), "the others have more load meanwhile"

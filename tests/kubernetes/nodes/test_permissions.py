@@ -115,9 +115,9 @@ def let_the_autoscaler_flip(cluster: Cluster, service: DeployedService, seed: in
     """
 
     def has_flipped() -> bool:
-        return "Autoscaler" in {entry["by"] for entry in service.read_desired_roles().values()}
+        return "Autoscaler" in {entry["by"] for entry in service.read_assignment_entries().values()}
 
-    if [entry["role"] for entry in service.read_desired_roles().values()].count("Prefill") < 2:
+    if [entry["role"] for entry in service.read_assignment_entries().values()].count("Prefill") < 2:
         name, role = service.flip_one_instance()  # the floor forbids to flip the only one
         wait_for(partial(service.serves_role, name, role), "a second prefill instance", timeout_s=60)
     with run_load(cluster, service, seed, node="n1", report=print):

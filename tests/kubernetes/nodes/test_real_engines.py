@@ -210,7 +210,7 @@ async def measure_flip_to_token_s(client: Client, chat: DeployedService, rng: ra
 
 def read_route(chat: DeployedService) -> tuple[str, str]:
     """Return the route of the desired assignment."""
-    names = {entry["role"]: name for name, entry in chat.read_desired_roles().items()}
+    names = {entry["role"]: name for name, entry in chat.read_assignment_entries().items()}
     return names["Prefill"], names["Decode"]
 
 
