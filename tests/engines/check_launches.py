@@ -1,7 +1,9 @@
-"""Program for the engine environment: checks launches with the engines' own parsers and classes.
+"""Checks engine launches with the parsers and classes of vLLM and LMCache.
 
-Reads a JSON object from standard input, name → {"argv": […], "env": [names]}, and writes name → problems.
-Starts no engine and reads no model.
+`test_launches_accepted` runs this program with the Python of the engine environment. The program starts
+no engine and reads no model.
+
+Standard input: JSON object {name: {"argv": [...], "env": [names]}}. Standard output: {name: [problems]}.
 """
 
 import argparse
@@ -25,13 +27,16 @@ from vllm.envs import environment_variables
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-# The keys of its extra configuration that NixlConnector reads; it silently ignores others.
+# Keys that each connector reads from its extra configuration. NixlConnector silently ignores others.
 NIXL_KEYS = {"backends", "num_threads", "kv_lease_duration", "enforce_handshake_compat", "engine_ttl"}
 MP_KEYS = {"lmcache.mp.host", "lmcache.mp.port", "lmcache.mp.autostart", "lmcache.mp.autostart.server_args"}
 
 
 def check_launch(argv: list[str], env: list[str]) -> Iterator[str]:
-    """Yield the problems of one launch, as text."""
+    """Yield the problems of one launch, as text; `argv` must contain --kv-transfer-config.
+
+    Of the variables, only those of vLLM (VLLM_*) are checked.
+    """
     yield from (
         f"vLLM reads no variable {name}"
         for name in env
@@ -78,7 +83,7 @@ def _check_lmcache_config(extra: dict[str, Any]) -> Iterator[str]:
     for key, value in extra.items():
         plain = key.removeprefix("lmcache.")
         if plain == key or not validate_and_set_config_value(config, plain, value):
-            yield f"LMCache has no key {key} that takes {value!r}"
+            yield f"LMCache does not accept {value!r} for the key {key}"
     try:
         config.validate()
     except (AssertionError, ValueError) as error:
@@ -101,13 +106,13 @@ def _check_lmcache_server(extra: dict[str, Any]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Check the launches on standard input. Standard output is replaced, because the engines log to it."""
+    """Check the launches on standard input. What vLLM and LMCache print goes to standard error."""
     output, sys.stdout = sys.stdout, sys.stderr
     launches = json.load(sys.stdin)
     problems = {name: list(check_launch(launch["argv"], launch["env"])) for name, launch in launches.items()}
     output.write(json.dumps(problems))
     output.flush()
-    os._exit(0)  # the engines' libraries leave threads behind
+    os._exit(0)  # vLLM and LMCache leave threads running
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def test_engines_accept_every_generated_flag_variable_and_key() -> None:
         "vLLM knows no argument --no-such-flag",
         "vLLM knows no attention backend NONE",
         "NixlConnector reads no key kv_lease",
-        "LMCache has no key lmcache.enable_pdd that takes True",
+        "LMCache does not accept True for the key lmcache.enable_pdd",
     ]
 
 

@@ -1,4 +1,4 @@
-"""With a KV lease of two seconds: KV that decode fetches after the lease reaches no client.
+"""vLLM with a KV lease of two seconds: clients get right tokens even if decode fetches KV after the lease.
 
 The router uses the lease that the engine was started with.
 """
@@ -44,7 +44,7 @@ EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
 async def test_engine_status_reports_the_lease_that_the_engine_was_started_with(
     short_lease: VllmService,
 ) -> None:
-    """The lease is in `engine.args` here. The counter of expired transfers exists before one has expired."""
+    """`engine.args` sets the lease. The metric of expired transfers exists before the first one expires."""
     for name, instance in (await short_lease.list_instances()).items():
         command = (
             Path(f"/proc/{await short_lease.find_leader_pid(name)}/cmdline")
@@ -63,7 +63,7 @@ async def test_engine_status_reports_the_lease_that_the_engine_was_started_with(
         assert f"\n{EXPIRED}{{" in metrics
 
 
-# --- withheld responses -------------------------------------------------------------------------------------
+# --- a delayed decode leg -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -90,25 +90,25 @@ async def test_decode_leg_delayed_beyond_the_lease_gives_right_tokens(
         await wait_until_time(time.monotonic() + LEASE_S, "the lease has to expire")
         await churn.wait_for_overwrite()
     unguarded, response = await direct, await routed
-    assert (unguarded.status, unguarded.tokens != expected[1]) == (200, True)  # the hazard is real
+    assert (unguarded.status, unguarded.tokens != expected[1]) == (200, True)  # wrong without router
     assert (response.status, response.tokens) == (200, expected[0])
 
 
 @dataclass(slots=True)
 class BlockChurn:
-    """Long prompts that an engine has computed, one after the other."""
+    """Number of long prompts that an engine has computed so far; they overwrite its free KV blocks."""
 
     prompts: int = 0
 
     async def wait_for_overwrite(self) -> None:
-        """Wait until each block that is free now was overwritten."""
+        """Wait until each KV block that is free now was overwritten."""
         enough = self.prompts + 2 + KV_BYTES // (1024 * MAX_MODEL_LENGTH)
         await wait_until(lambda: self.prompts >= enough, f"{enough} prompts computed", timeout_s=DEADLINE_S)
 
 
 @asynccontextmanager
 async def churn_blocks(short_lease: VllmService, name: str, rng: random.Random) -> AsyncIterator[BlockChurn]:
-    """Give the engine work while the block runs: only a busy engine checks leases and reuses free blocks."""
+    """Send long prompts during the block: only a busy engine checks leases and reuses KV blocks."""
     url, done = await short_lease.engine_url(name), BlockChurn()
 
     async def churn() -> None:
@@ -127,7 +127,7 @@ async def churn_blocks(short_lease: VllmService, name: str, rng: random.Random) 
             await task
 
 
-# --- the race -----------------------------------------------------------------------------------------------
+# --- transfers shortly before and after the end of the lease ------------------------------------------------
 
 TRANSFER_AGES_S = {
     "in time": [0.3 + 0.08 * n for n in range(20)],
@@ -140,7 +140,7 @@ TRANSFER_AGES_S = {
 async def test_kv_transfers_started_around_the_lease_deadline_give_right_tokens(
     short_lease: VllmService, record_measurement: RecordMeasurement, rng: random.Random
 ) -> None:
-    """20 transfers of different age at once; the same prompts again while decode may have cached wrong KV."""
+    """20 transfers of different ages start together; decode may cache wrong KV, so all are sent again."""
     prefill, decode = await short_lease.find_instance(P), await short_lease.find_instance(D)
     url = await short_lease.engine_url(decode)
     for name, ages_s in TRANSFER_AGES_S.items():
@@ -173,7 +173,7 @@ async def test_kv_transfers_started_around_the_lease_deadline_give_right_tokens(
 async def resume_decode_together(
     short_lease: VllmService, decode: str, requests: list[CompletionRequest], ages_s: list[float]
 ) -> list[asyncio.Task[CompletionResponse]]:
-    """Pause decode, send each request its age before decode is resumed, and resume decode."""
+    """Send the requests while decode is paused. When it is resumed, each request has its age of `ages_s`."""
     resume_at_s = time.monotonic() + max(ages_s) + 0.1
     waiting: dict[int, asyncio.Task[CompletionResponse]] = {}
     async with short_lease.pause_engine(decode):
@@ -190,7 +190,7 @@ async def resume_decode_together(
 async def test_late_canary_counts_as_recomputed_and_its_cached_kv_reaches_no_client(
     short_lease: VllmService, rng: random.Random, seed: int
 ) -> None:
-    """The late canary caches another prompt's KV, under the canary's own cache salt."""
+    """Decode caches wrong KV for the late canary. The canary's own cache salt keeps clients from using it."""
     prefill, decode = await list_engine_entries(short_lease)
     chosen = RecordingRandom(seed)
     async with run_in_process_router(prefill, decode) as in_process, AsyncExitStack() as held:
