@@ -11,9 +11,9 @@ import yaml
 
 from fulcrum_cli.doctor.findings import Component
 from fulcrum_cli.doctor.gather import deployments_for_namespace
-from fulcrum_operator.__main__ import main as operator
 from fulcrum_operator.manifests.children import service_children
 from fulcrum_operator.manifests.names import InstallationSettings, ServiceAccount, component_labels
+from fulcrum_operator.program import main as operator
 from tests.helm.conftest import CHART, ChartRefusedError, RenderedChart, Renderer
 from tests.paths import ROOT
 from tests.unit.operator.builders import service

@@ -54,3 +54,26 @@ def test_a_child_ends_with_a_parent_that_was_killed() -> None:
         assert process.stdout.readline().startswith("ready ")
         os.kill(process.pid, signal.SIGKILL)
         assert process.stdout.read() == ""
+
+
+STOP_WHILE_IMPORTING = """
+import os, runpy, signal, sys
+
+class Stop:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("aiohttp", "uvloop"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+sys.meta_path.insert(0, Stop())
+sys.argv[1:] = ["--help"]
+runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["fulcrum_operator", "fulcrum_autoscaler", "fulcrum_router", "fulcrum_simulator.server"]
+)
+def test_a_program_that_is_stopped_while_it_imports_modules_ends_with_exit_code_0(module: str) -> None:
+    """As pid 1 of a container it would get no SIGTERM at all without a handler of its own."""
+    ended = run(STOP_WHILE_IMPORTING.format(module=module))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

@@ -4,7 +4,18 @@ import os
 
 _PARENT_PID = os.getppid()  # read before the slow imports, during which the parent may end
 
-import asyncio  # noqa: E402  (after the parent's pid)
+from fulcrum_cluster.process import (  # noqa: E402  (after the parent's pid)
+    announce_ready,
+    bind_socket,
+    die_with_parent,
+    exit_if_stopped_while_starting,
+    exit_with_error,
+)
+
+if __name__ == "__main__":
+    exit_if_stopped_while_starting()  # before the slow imports
+
+import asyncio  # noqa: E402
 import gc  # noqa: E402
 import signal  # noqa: E402
 import socket  # noqa: E402
@@ -15,12 +26,6 @@ from collections.abc import Sequence  # noqa: E402
 import uvloop  # noqa: E402
 from aiohttp import web  # noqa: E402
 
-from fulcrum_cluster.process import (  # noqa: E402
-    announce_ready,
-    bind_socket,
-    die_with_parent,
-    exit_with_error,
-)
 from fulcrum_core.errors import InvalidInput  # noqa: E402
 from fulcrum_simulator.server.app import EngineApp  # noqa: E402
 from fulcrum_simulator.server.log import log  # noqa: E402

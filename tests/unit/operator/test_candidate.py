@@ -9,8 +9,8 @@ import pytest
 from fulcrum_cluster.leader_election import LeaderElector
 from fulcrum_cluster.objects import ObjectKind
 from fulcrum_core.errors import StoreUnavailable
-from fulcrum_operator.__main__ import Candidate, _parser, make_elector
 from fulcrum_operator.controller.metrics import Metrics
+from fulcrum_operator.program import Candidate, _parser, make_elector
 from tests.waiting import advance
 
 pytestmark = pytest.mark.looptime

@@ -186,7 +186,7 @@ def test_local_run_imports_no_kubernetes_library() -> None:
         "fulcrum_cli.local.run",
         "fulcrum_router.__main__",
     )
-    loads = f"import sys, {', '.join(started)}, fulcrum_autoscaler.__main__; print(*sys.modules)"
+    loads = f"import sys, {', '.join(started)}, fulcrum_autoscaler.program; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", loads], capture_output=True, text=True, check=True)
     assert {"kopf", "kubernetes", "jwt", "cryptography", "opentelemetry"} & set(done.stdout.split()) == set()
 
