@@ -124,7 +124,7 @@ class Counters:
         self.leg_failures: defaultdict[tuple[str, str], int] = defaultdict(int)
         """Failed legs, by phase and `Blame`."""
         self.retries: defaultdict[tuple[str, str], int] = defaultdict(int)
-        """Failed attempts, by phase and `Failure`."""
+        """Legs that failed before the first byte, by phase and `Failure`; most were retried."""
         self.stopped_requests: defaultdict[StopReason, int] = defaultdict(int)
         """Requests that failed and were not tried again, by reason."""
         self.continuations = dict.fromkeys(ContinuationOutcome, 0)

@@ -58,7 +58,7 @@ SHUTDOWN_GRACE_S = 0.7
 
 
 class RouterServer:
-    """The clients' port of one router, the checks of its time-outs, and the probes of its engines.
+    """The clients' port of one router, its regular checks (time-outs, waiting room, memory), and its probes.
 
     Args:
         router: State that requests use.
@@ -74,7 +74,8 @@ class RouterServer:
         self.clients = ClientServer(router)
 
     async def _check_deadlines(self) -> None:
-        """End requests and connections that exceed a time-out, until cancelled."""
+        """Let requests leave the waiting room, end what exceeds a time-out, check the memory; until
+        cancelled."""
         while True:
             await asyncio.sleep(self._sweep_s)
             now_s = time.monotonic()

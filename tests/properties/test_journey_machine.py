@@ -343,12 +343,12 @@ class Journeys(RuleBasedStateMachine):
         if not hasattr(self, "fleet"):
             return
         assert len(self.context.waiting_room) == len(waiting)
-        able = {i.name for i in self.fleet.candidates.prefill}
+        eligible = {i.name for i in self.fleet.candidates.prefill}
         sheds = {name for name, until_s in self.context.shed_until_s.items() if until_s > self.now_s}
         idle = {i.name for i in self.fleet.candidates.prefill if not i.ledger.prefill_queued_s} - sheds
         decode = {i.name for i in self.fleet.candidates.decode}  # they can compute prompts themselves
         # One with no instance left may stand behind others, and fails at its turn.
-        choices = [(able - c.failed_prefill) | (decode - c.failed_decode) for c in waiting]
+        choices = [(eligible - c.failed_prefill) | (decode - c.failed_decode) for c in waiting]
         assert any(choices) or not choices, "nothing to wait for"
         for client in [c for c in waiting if c.needs_prefill_leg]:
             assert not idle - client.failed_prefill, "an idle instance could take the request"

@@ -1,1 +1,4 @@
-"""Interfaces to the control plane: state port, authentication of its callers, failover, metrics."""
+"""Interfaces to the control plane: state port, authentication of its callers, failover, metrics.
+
+Also the background tasks, and the paths that the router answers itself.
+"""

@@ -1,9 +1,9 @@
 """Elect the active router of a service by a Lease, and direct the service's traffic to it.
 
 The active router writes its address into the service's EndpointSlice; nothing else directs traffic. The slice
-also holds what the router has learned of the engines' speed, which its successor starts from. It stays
-active while the API server is unreachable, since no other router could replace it then. Two active routers
-for a moment do no harm: both serve requests.
+also holds what the router has learned of the engines' speed, which its successor starts from. The active
+router stays active while the API server is unreachable, since no other router could replace it then. Two
+active routers for a moment do no harm: both serve requests.
 """
 
 import asyncio

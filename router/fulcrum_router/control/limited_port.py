@@ -1,8 +1,8 @@
-"""Serves an application at a port with a limit of open connections: each takes an open file of the router.
+"""Serve an application at the state port or the metrics port, with a limit of open connections.
 
-Connections above the limit close the oldest ones. So whoever holds connections open keeps neither the
-kubelet's liveness check nor a scraper from a port that needs no token. TLS handshakes are limited as on the
-clients' port.
+Each connection takes an open file of the router. Connections above the limit close the oldest ones. So
+whoever holds connections open keeps neither the kubelet's liveness check nor a scraper from a port that needs
+no token. TLS handshakes are limited as on the clients' port.
 """
 
 import asyncio

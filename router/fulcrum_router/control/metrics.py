@@ -165,7 +165,10 @@ def _build_leg_families(counters: Counters) -> Iterator[Metric]:
         counters.leg_failures,
     )
     yield _build_counter_by_phase(
-        "retries", "Legs retried on another instance, by phase and failure.", "reason", counters.retries
+        "retries",
+        "Legs that failed before the first byte, by phase and failure. Most are sent to another instance.",
+        "reason",
+        counters.retries,
     )
     yield _build_counter_by_phase(
         "dispatches",
@@ -180,7 +183,8 @@ def _build_counter_families(counters: Counters) -> Iterator[Metric]:
     yield _build_counter_by_label(
         "stopped_requests",
         "Requests that failed, by the reason for which they were not tried again: no_instance, attempts, "
-        "query_of_death (two engines died), retry_budget, too_long, full (waiting room), refused.",
+        "query_of_death (two engines died), retry_budget, too_long, full (waiting room), refused (not "
+        "admitted, or over a rate limit).",
         "reason",
         counters.stopped_requests,
     )
@@ -238,7 +242,7 @@ def _build_client_families(counters: Counters) -> Iterator[Metric]:
     passed_through = CounterMetricFamily(
         "fulcrum_router_passed_through_requests",
         "Client requests to other paths than completions that ended, by path and outcome: ok, invalid, "
-        "failed, broken, cancelled. They are not part of the SLO attainment.",
+        "refused, limited, failed, broken, cancelled. They are not part of the SLO attainment.",
         labels=["path", "outcome"],
     )
     for (path, outcome), count in sorted(counters.passed_through.items()):

@@ -1,4 +1,9 @@
-"""The state port: operator and autoscaler read the router's state and flip requests here, with a token."""
+"""The state port: operator and autoscaler read the router's state and flip requests here, with a token.
+
+Both paths are long polls. `/state?min_generation=N` waits until the router dispatches by generation N of the
+PDAssignment, and responds with the present state if it does not within `timeout_s`. `/flip-requests?after=N`
+waits for a flip request after number N, and responds 204 if there is none.
+"""
 
 import math
 import time

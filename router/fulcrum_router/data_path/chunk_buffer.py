@@ -23,7 +23,7 @@ class ChunkBuffer:
     def __init__(self, *, rewritten: bool = False) -> None:
         self._max_bytes = MAX_REWRITTEN_CHUNK_BYTES if rewritten else MAX_BUFFERED_CHUNK_BYTES
         self.held = b""
-        """Chunks before the first token, the beginning of a chunk."""
+        """Chunks before the first token, and the beginning of a chunk."""
         self.mid_chunk = False
         """Whether part of a chunk was passed on: no event can be inserted, and no event is whole."""
         self.starts_mid_chunk = False

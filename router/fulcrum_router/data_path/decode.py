@@ -1,7 +1,8 @@
 """The decode leg: one attempt to have the output generated and forwarded to the client.
 
-`DecodeResponse` forwards the bytes. This module sends the request, keeps the KV transfer of the leg among
-those that its instance may fetch late, and reports the end of the leg to the journey.
+`DecodeResponse` forwards the bytes. This module sends the request, records the leg's KV transfer as pending
+on the instance, verifies the transfer when the response is complete, and reports the end of the leg to the
+journey. If the engine may still fetch the KV too late, it rotates the cache salt of the instance.
 """
 
 import asyncio

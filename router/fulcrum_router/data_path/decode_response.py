@@ -7,6 +7,8 @@ stream is buffered up to the first chunk with a token: every event but `[DONE]` 
 A JSON response is buffered up to its end or 1 MiB. After the first byte whole chunks are forwarded, so that
 an error event can follow when the stream breaks.
 
+An error that the engine sends with status 200 fails the leg like a status of 5xx, unless it is the client's.
+
 A response that may use KV fetched after its lease expired is withheld until its lease check ends:
 
     BUFFERING ──► SENDING                 nothing late: the usual case

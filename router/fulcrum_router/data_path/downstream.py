@@ -1,7 +1,8 @@
 """Client connections: serve their requests in order, enforce limits and time-outs, detect disconnects.
 
-Requests of one connection are served one at a time. A completion starts an `Exchange`, a path that one engine
-answers alone a `PassThrough`; the router itself answers all others and every error before that.
+Requests of one connection are served one at a time. The caller is identified first. A completion starts an
+`Exchange`, a path that one engine answers alone a `PassThrough`; the router itself answers all others and
+every error before that.
 
 Bytes that arrive meanwhile are kept unread, up to a limit: reading from the socket has to go on for a
 disconnect to be noticed.

@@ -1,9 +1,9 @@
 """The exchange: the router's work on one completion request, once its body is complete.
 
-It carries out the actions of the request's journey (`policy.journey`), which decides what is sent where,
-responds to the client where no engine does, and counts the outcome and the latencies. `PrefillLeg` and
-`DecodeLeg` talk to the engines. `downstream` starts and cancels the exchange;
-`pass_through` serves other paths.
+It carries out the actions of the request's journey (`policy.journey`), which decides what is sent where. It
+responds to the client where no engine does. At the end it counts the outcome and the latencies, and writes
+the request into the flight recorder and its trace. `PrefillLeg` and `DecodeLeg` talk to the engines.
+`downstream` starts and cancels the exchange; `pass_through` serves other paths.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ log = structlog.get_logger()
 # An attribute of an enum is slow to read.
 _SEND_PREFILL, _SEND_DECODE, _END = Action.SEND_PREFILL, Action.SEND_DECODE, Action.END
 _OUTCOME_NUMBERS = {outcome: number for number, outcome in enumerate(RequestOutcome)}
-_OK, _DONE, _FULL = RequestOutcome.OK, State.DONE, (StopReason.FULL, StopReason.REFUSED)
+_OK, _DONE, _NOT_SERVED = RequestOutcome.OK, State.DONE, (StopReason.FULL, StopReason.REFUSED)
 
 
 class Exchange:
@@ -101,7 +101,7 @@ class Exchange:
                     responses.build_error_response(500, "internal error of the router", close=True)
                 )
         finally:
-            if request.is_admitted and request.journey.state is not _DONE:
+            if request.has_journey and request.journey.state is not _DONE:
                 request.journey.client_left(time.monotonic())
             request.legs.close()
             self._record_end()
@@ -117,7 +117,7 @@ class Exchange:
         is_long = request.client.is_long
         if is_long:
             await request.router.long_turns.take()
-        journey = request.admit(self._parse_body())
+        journey = request.begin_journey(self._parse_body())
         if is_long:
             await request.router.long_turns.take()
         action = journey.begin(request.arrival_s)
@@ -219,12 +219,12 @@ class Exchange:
             first_byte_s=first_byte_at_s,
             unread_s=self._unread_s,
             streamed=response is None or streaming,
-            refused=request.is_admitted and request.journey.stop_reason in _FULL,
+            refused=request.has_journey and request.journey.stop_reason in _NOT_SERVED,
         )
         counters.record_parts(request.tier, outcome, parts, met=met, tokens=tokens)
         if request.client.caller.tenant:
             counters.record_tenant(request.client.caller.tenant, outcome, met=met, now_s=end_s)
-        if request.is_admitted:
+        if request.has_journey:
             self._record_flight(end_s, tokens=tokens, ttft_s=ttft_s)
         if request.trace is not None:
             self._end_trace(end_s, parts, met=met, tokens=tokens)
@@ -302,7 +302,7 @@ class Exchange:
         """
         request = self._request
         first_byte_at_s, tokens = request.first_byte_at_s, 1
-        if request.is_admitted and not is_stream(request.body.fields):
+        if request.has_journey and not is_stream(request.body.fields):
             tokens = find_output_limit(request.body.fields, chat=request.is_chat) or 1
         waited_s = (time.monotonic() if first_byte_at_s is None else first_byte_at_s) - request.arrival_s
         late = waited_s > request.tier.slo.compute_response_limit_s(tokens)

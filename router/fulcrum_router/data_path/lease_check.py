@@ -15,8 +15,9 @@ log = structlog.get_logger()
 async def check_kv_leases(response: DecodeResponse) -> None:
     """Query the sources of the late transfers; forward the withheld response if no transfer has expired.
 
-    If a source counts more expired transfers than before its prefill leg, or does not respond, the leg fails.
-    No further source is queried then, since the client waits.
+    The leg fails if a source counts another number of expired transfers than before its prefill leg, or does
+    not respond; no further source is queried then, since the client waits. It also fails, without any query,
+    if the cache salt was rotated since the leg was sent.
     """
     instance, expired_by_source = response.instance, dict[str, float | None]()
     kv_valid = response.cache_salt == instance.cache_salt

@@ -3,8 +3,8 @@
 A request that engines answer with 5xx could otherwise eject one after another: the same 5xx from a second
 engine is the request's fault. Until another engine has answered, dispatch only prefers other instances.
 
-A 4xx goes to the client. But an engine that rejects everything is always free, and so would get everything:
-about a request that such an engine rejects another engine is asked, now and then.
+A 4xx goes to the client. But an engine that rejects everything is always free, and so would get everything.
+So another engine is asked about some of the requests that such an engine rejects.
 """
 
 from collections.abc import Mapping

@@ -1,9 +1,10 @@
 """Requests that one engine answers alone: embeddings, scores, tokens, and APIs without KV transfer.
 
-The response is forwarded as it comes. A request that generates tokens has a journey as a completion without a
-prefill leg: it waits, is counted and moves to another instance like that one. Any other goes to the serving
-instance with the fewest legs in flight, and before the first byte a failure moves it to another one, once.
-The limits on bodies and the fields that clients may not set are those of completions.
+The response is forwarded as it comes. A request that generates tokens has a journey like a completion without
+a prefill leg: it may wait or be refused, its tokens count, and it is retried like one. Any other goes to the
+serving instance with the fewest legs in flight; before the first byte a failure moves it to another one,
+once. The limits on bodies and the fields that clients may not set are those of completions. Both kinds are
+counted by path and outcome, and neither for the SLO attainment of a tier.
 """
 
 import asyncio
@@ -81,7 +82,7 @@ class PassThroughLeg(Completion[None]):
     ) -> None:
         Completion.__init__(self)
         self.connection, self.instance = connection, instance
-        self._on_first_byte, self._first_byte_timeout_s = exchange.write_first, timeout_s
+        self._on_first_byte, self._first_byte_timeout_s = exchange.write_response, timeout_s
         self.head: ResponseHead | None = None
         self.committed = False
         """Whether the first byte was sent to the client: no other instance can take over."""
@@ -405,8 +406,8 @@ class PassThrough:
         leg = self._leg = PassThroughLeg(connection, instance, self, timeout_s=timeout_s)
         return leg
 
-    def write_first(self, leg: PassThroughLeg, data: bytes) -> None:
-        """Send bytes of the response, the first ones with the head."""
+    def write_response(self, leg: PassThroughLeg, data: bytes) -> None:
+        """Send bytes of the response to the client, the first ones with the head, and count its tokens."""
         head, sent = leg.head, data
         if head is not None and not leg.committed:
             leg.committed = True

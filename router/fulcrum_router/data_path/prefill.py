@@ -2,6 +2,9 @@
 
 KV transfer parameters are used once: after a fetch the engine frees the blocks, and a second fetch would get
 another prompt's KV without an error.
+
+From the response the router also learns: tokens per byte, the prefill time of the instance, and the error of
+the TTFT prediction.
 """
 
 import time

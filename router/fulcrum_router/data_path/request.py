@@ -48,7 +48,7 @@ class Downstream(Protocol):
 
 @dataclass(slots=True)  # quicker to make than a frozen one, and to read than a tuple
 class ClientRequest:
-    """A POST to a completion path, as it arrived."""
+    """A POST that engines answer, as it arrived: a completion, or a passed-through request."""
 
     path: bytes
     body: bytes
@@ -107,7 +107,7 @@ class ServedRequest:
         "expired_before",
         "failed",
         "first_byte_at_s",
-        "is_admitted",
+        "has_journey",
         "is_degraded",
         "journey",
         "keep_alive",
@@ -123,15 +123,15 @@ class ServedRequest:
     )
 
     body: RequestBody
-    """Set by `admit`."""
+    """Set by `begin_journey`."""
     journey: Journey[Instance]
-    """Set by `admit`."""
+    """Set by `begin_journey`."""
 
     def __init__(
         self, router: Router, settings: ServiceSettings, downstream: Downstream, client: ClientRequest
     ) -> None:
-        self.is_admitted = False
-        """Whether its body was parsed, and its journey has begun."""
+        self.has_journey = False
+        """Whether its body was parsed, so that `body` and `journey` are set."""
         self.is_degraded = False
         """Whether its output was limited."""
         self.arrival_s = time.monotonic()
@@ -161,8 +161,8 @@ class ServedRequest:
         self.expired_before: float | None = None
         """Expired transfers of the prefill instance when the leg was sent; None: not known."""
 
-    def admit(self, body: RequestBody) -> Journey[Instance]:
-        """Begin the journey of the request, whose body was parsed."""
+    def begin_journey(self, body: RequestBody) -> Journey[Instance]:
+        """Make the journey of the request, whose body was parsed; `Journey.begin` is left to the exchange."""
         self.body = body
         self.adds_usage = is_stream_without_usage(body)
         slo, router = self.tier.slo, self.router
@@ -182,7 +182,7 @@ class ServedRequest:
             work,
             local_prefill_reason=body.local_prefill_reason,
         )
-        self.is_admitted = True
+        self.has_journey = True
         return journey
 
     def limit_output(self) -> None:

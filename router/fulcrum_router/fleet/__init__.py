@@ -1,1 +1,1 @@
-"""The instances of the service: endpoint, role, health and pending KV transfers."""
+"""The instances of the service: endpoint, role, health, engine metrics, KV transfers; and flip requests."""

@@ -1,8 +1,10 @@
 """Verify each KV transfer: did the decode instance fetch the KV, and before the lease expired?
 
-The cached tokens in the decode engine's usage show whether the KV was fetched. An expired lease is not
-visible in the response, whose tokens may then belong to another prompt: `DecodeLeg` withholds a late response
-until the prefill instance reports that no transfer expired. The outcomes go to `TransferPairs`.
+The cached tokens in the decode engine's usage show whether the KV was fetched: `verify_transfer` compares
+them with the prompt after a response is complete, and records outcome and duration in the pair
+(`TransferPairs`). An expired lease is not visible in the response, whose tokens may then belong to another
+prompt: `KvTransfer.is_late` says whether that is possible, and `data_path.lease_check` then asks the prefill
+instance.
 """
 
 import time

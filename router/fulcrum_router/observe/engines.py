@@ -5,7 +5,9 @@ An ejected instance gets requests for `/health` instead, at growing intervals. `
 latency model of decode.
 
 The metrics hold what the data path cannot measure: inter-token latency of requests that are not streamed, KV
-cache use, and the requests of other routers. A probe uses the instance's connection pool, as requests do.
+cache use and size, expired KV transfers, and the requests of other routers. The longest context is read once,
+from `/v1/models`. A probe uses the instance's connection pool, as requests do. Each probe also lets the
+instance's old errors decay (`Health.decay`).
 """
 
 import asyncio

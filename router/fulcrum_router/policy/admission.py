@@ -21,7 +21,11 @@ A prompt that takes longer than S_T alone is admitted while an instance is idle:
 
 What is done with a request that would be late depends on its tier: `TierAdmission`. An admitted request that
 waits in the router is refused when it cannot be in time any more, as predictions err: an engine has not begun
-it yet. Counting decisions and carrying them out is left to the journey.
+it yet.
+
+`JourneyContext.judge` asks once for each request, corrects the forecast (`forecast_errors`), counts the
+decision in `Admission`, and delays the return of refused clients (`return_queue`). In mode Advise decisions
+are counted and every request is served; in mode Off nothing is asked. The journey carries the decision out.
 """
 
 import math
@@ -31,7 +35,7 @@ from typing import NamedTuple
 
 from fulcrum_core.values import AdmissionMode, OverloadAction
 from fulcrum_router.policy.candidates import InstanceView
-from fulcrum_router.policy.decode_share import KV_SHARE, STEP_SHARE
+from fulcrum_router.policy.decode_share import KV_SHARE, MAX_REQUEST_SHARE, STEP_SHARE
 from fulcrum_router.policy.dispatch import KV_FULL
 from fulcrum_router.policy.forecast_errors import ForecastErrors
 from fulcrum_router.policy.pair_record import TransferDelay
@@ -42,10 +46,6 @@ MAX_RETRY_AFTER_S = 60
 """Longest time that a refused client is asked to wait: a prediction does not reach farther."""
 MAX_LIMITED_RETRY_AFTER_S = 3_600
 """Longest time that a client over the rate limit of its tenant is asked to wait."""
-MAX_REQUEST_SHARE = 0.5
-"""Share of one decode instance's limit that a request counts as at most: else it would need an empty one."""
-
-
 LOWER_WAIT_SHARE = 0.5
 """Share of the tightest TTFT objective that all lower tiers together may fill with their waits in engines."""
 DEGRADE_FROM = 0.8
@@ -149,7 +149,7 @@ class TierDecisions:
 
 
 class Admission:
-    """The mode of one service, its tiers, and what was decided."""
+    """Mode and tiers of one service, the counts of decisions, and what corrects forecasts and waits."""
 
     __slots__ = ("counts", "errors", "max_wait_s", "mode", "returns", "tiers")
 

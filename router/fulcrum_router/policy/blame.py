@@ -1,9 +1,9 @@
 """Who caused the failure of a leg: the engine, the load, the client, the network or the router.
 
 Only engine and network count towards ejecting the instance (`is_sickness`). After shed load dispatch
-prefers other instances for a while. A request that asks for too large an answer and a router without
-sockets say nothing about the instance. A 5xx but 503 and a 4xx but 429 are not judged here: `LegOutcomes`
-waits for what other engines answer.
+prefers other instances for a while. A request that asks for too large an answer, or a router without sockets,
+says nothing about the instance. Whether a 5xx (except 503) or a 4xx (except 429) is the engine's fault is not
+decided here: `data_path.leg_outcomes` waits for what other engines answer.
 """
 
 from enum import StrEnum
@@ -45,7 +45,7 @@ _CONSEQUENCES = frozenset({Failure.EJECTED, Failure.NO_KV_TRANSFER_PARAMS})
 
 
 def find_blame(failure: Failure, *, status: int, probes_answered: bool) -> Blame:
-    """Find who caused a failure but those of `is_ambiguous` and `is_rejection`: `LegOutcomes` judges these.
+    """Find who caused a failure. Not for those of `is_ambiguous` and `is_rejection`: see `LegOutcomes`.
 
     Args:
         failure: Why the leg failed.

@@ -13,6 +13,9 @@ instance gets the next prompt when it has nearly caught up. The prompt must fit 
 time. A request is deflected if the best prefill instance would end its prompt in the last third of the TTFT
 objective or later, and the decode instance sooner: without such a margin, the spare time of decode stays
 unused until it is too late.
+
+With `dispatch.deflect` the journey asks (`journey.eligible`): when a request is about to be sent to a prefill
+instance, and again while it waits. `Ledger.deflect` then remembers when the decodes will have caught up.
 """
 
 from collections.abc import Collection, Iterable

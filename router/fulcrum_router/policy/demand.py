@@ -1,7 +1,9 @@
 """The work that clients ask for: sums since the router started, from which the autoscaler forecasts.
 
-Two snapshots of the sums give the rates between them, whoever takes them and how often. The output of a
-request is predicted when it arrives: from the answers to earlier prompts of its tenant and of its length.
+`JourneyContext.record_admitted` decides what counts: no refused or hopeless request, and of a very long
+prompt only a part. Two snapshots of the sums give the rates between them, whoever takes them and how often.
+The output of a request is predicted when it arrives: from the answers to earlier prompts of its tenant and of
+its length.
 """
 
 import math
@@ -76,7 +78,7 @@ def _update(mean: tuple[int, float], value: float) -> tuple[int, float]:
 
 
 class Demand:
-    """Sums over all requests since the router started."""
+    """Sums over the counted requests since the router started."""
 
     __slots__ = ("_output_tokens", "_prefill_s", "_requests", "_token_steps", "lengths")
 
@@ -86,7 +88,7 @@ class Demand:
         self._prefill_s = self._output_tokens = self._token_steps = 0.0
 
     def record(self, *, tenant: str, prompt_tokens: int, prefill_s: float) -> None:
-        """Count a request that arrives; `prefill_s` is the predicted time to compute its prompt."""
+        """Count a request that will be served; `prefill_s` is the predicted time to compute its prompt."""
         output = self.lengths.predict(tenant, prompt_tokens)
         self._requests += 1
         self._prefill_s += prefill_s if prefill_s < math.inf else 0.0

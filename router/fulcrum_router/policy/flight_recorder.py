@@ -1,6 +1,8 @@
 """The flight recorder: the requests of the last hour in numbers, without any text, to replay them later.
 
-`fulcrum regret` replays them in the simulator and compares policies, splits and numbers of instances.
+`fulcrum regret` reads them from `/requests` of the metrics port, replays them in the simulator, and compares
+policies, splits and numbers of instances. The exchange records each completion whose body could be parsed,
+also refused and cancelled ones; passed-through requests are not recorded.
 
 A record takes `RECORD_BYTES`. The oldest record is overwritten when all `CAPACITY` are used, so that much
 traffic shortens the time that is kept and not the memory of the router.
@@ -37,7 +39,7 @@ class RequestRecord(NamedTuple):
     outcome: int
     """Number of the outcome in `RequestOutcome`."""
     tenant: int
-    """A number for the tenant. Two tenants may share one."""
+    """A number for the tenant, another one in each router process. Two tenants may share one."""
 
 
 class FlightRecorder:

@@ -21,7 +21,7 @@ _LEAST, _MOST = 0.5, 1.5
 
 
 class ForecastErrors:
-    """The requests of one service that were sent to engines."""
+    """The errors of the last forecasts of one service."""
 
     __slots__ = ("_ratios", "_sorted")
 
@@ -30,7 +30,10 @@ class ForecastErrors:
         self._sorted: list[float] = []
 
     def learn(self, *, forecast_s: float, measured_s: float, objective_s: float) -> None:
-        """Learn from the first token of a request: TTFT forecast when it arrived, and measured."""
+        """Learn from the first token of a request: TTFT forecast when it arrived, and measured.
+
+        Forecasts far from the objective (`NEAR`) are ignored.
+        """
         low, high = NEAR
         if not low * objective_s <= forecast_s <= high * objective_s or not measured_s > 0:
             return

@@ -1,6 +1,11 @@
-"""One round over the requests of a waiting room: which one is asked next, and which are asked no more.
+"""One round of a waiting room: the order in which its requests are asked whether they can leave now.
 
-Lines that are held are set aside until the round ends, so that others of their level come to their turn.
+`WaitingRoom` begins a round when an instance may take work again, asks the request that `choose` returns, and
+reports the answer, until no request is left to ask. The round remembers what need not be asked again:
+requests for which the same instances are ruled out as for one that found none (`block`), and the line of a
+tenant whose next request waits for room in decode or for a reserve (`set_aside`). Such lines are left out
+until the round ends, so that others of their level come to their turn. Each round also finds anew which lines
+wait for decode (`Level.held`).
 """
 
 from collections.abc import Hashable, Sequence
@@ -47,11 +52,11 @@ class LeavingRound:
         return request
 
     def block(self, exclusion: Hashable) -> None:
-        """Ask no more requests with this exclusion."""
+        """No instance takes a request with this exclusion: ask no other one with it."""
         self._blocked.add(exclusion)
 
     def set_aside(self, level: Level, line: Line) -> None:
-        """Ask the line no more, and after some of its tier the tier no more."""
+        """Ask the line no more in this round; after `MAX_HELD_LINES` lines of a tier, nor the rest of it."""
         line.is_aside = True
         self._set_aside.append((level, line))
         key = level, line.tier

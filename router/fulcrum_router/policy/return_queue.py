@@ -2,7 +2,9 @@
 
 If all that are refused in a burst were asked to come back when its work is done, they would be the next
 burst, and most of them would be refused again. So each is asked to come back after the others that were
-refused before it, at a rate that leaves most of the fleet to new requests.
+refused before it, at a rate that leaves most of the fleet to new requests. `JourneyContext` adds the wait to
+Retry-After. Only the sum of the refused work is kept, and it shrinks with time: whether a client does come
+back is not known.
 """
 
 SHARE = 0.3
@@ -10,7 +12,7 @@ SHARE = 0.3
 
 
 class ReturnQueue:
-    """The refused work that has not come back yet. Times are seconds of the caller's clock."""
+    """The refused work that is expected to come back. Times are seconds of the caller's clock."""
 
     __slots__ = ("_at_s", "_work_s")
 

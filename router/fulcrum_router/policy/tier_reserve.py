@@ -74,7 +74,8 @@ class TierReserve:
         return math.fsum(kept for other, kept, _ in self.list_fractions(now_s) if other != tier)
 
     def list_kept(self, instances: Sequence[V], tier: str, *, tokens: int, now_s: float) -> tuple[str, ...]:
-        """Names of the prefill instances that a prompt of a tier must leave to others, of all of them."""
+        """Names of those prefill instances, of `instances`, that a prompt of `tokens` must leave to other
+        tiers."""
         fraction = self.find_kept_fraction(tier, now_s)
         if not fraction:
             return ()

@@ -6,7 +6,9 @@ gets no more prefill work than keeps it busy: `prefill_ahead_s` seconds. By defa
 Direct): nothing waits.
 
 The room keeps the limit, and lets requests leave in the order of `waiting_lines`. Which requests join, and
-which may leave, is decided by their journeys (`Waiter.try_to_leave`).
+which may leave, is decided by their journeys (`Waiter.try_to_leave`). The room also charges tenants for what
+they use (`token_counters`), has requests that have waited for too long give up, and, when it is full, has a
+request of the lowest level give way to a more important one.
 """
 
 import heapq
@@ -32,7 +34,7 @@ MAX_REQUESTS = 10_000
 MAX_EXCLUSIONS = 16
 """Different exclusions of the requests that wait; more share one, and are blocked together with its first."""
 MAX_GIVE_UPS = 200
-"""Requests that one tick refuses at most, for the same reason; ten ticks a second."""
+"""Requests that give up in one tick at most, so that a tick stays short; ten ticks a second."""
 _GONE_MAX = 64
 """Requests that have left and are still in the heap of `_give_ups`, besides as many as those that wait."""
 

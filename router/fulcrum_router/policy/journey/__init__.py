@@ -1,7 +1,9 @@
 """The journey: one request as a pure state machine, with the retry and flip rules of the router.
 
-`machine` is the state machine, `choices` its choices of instances, `states` its vocabulary, `context` what
-all journeys share, `protocols` the table of KV transfer protocols, `record` what is known of one request.
+The class `Journey` is built in four layers, each a module and a subclass of the one before: `record` (what is
+known of one request), `eligible` (the instances that may take it), `choices` (which of them do, whether it
+waits, which flip it asks for) and `machine` (its events). `states` is the vocabulary, `context` what all
+journeys share, and `protocols` the table of KV transfer protocols.
 """
 
 from fulcrum_router.policy.journey.choices import MAX_ATTEMPTS

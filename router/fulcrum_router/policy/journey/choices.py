@@ -1,6 +1,8 @@
 """The choices of a journey: which instances take its legs, whether it waits, and which flip it asks for.
 
-`machine` calls these where an event leaves something to choose.
+This is the third layer of `Journey`: `machine` calls it where an event leaves something to choose. Each
+choice is carried out in the ledgers at once, and the returned `Action` tells the interpreter what to send.
+The layer also implements `waiting_room.Waiter`, by which the waiting room asks a request to leave.
 """
 
 import math
@@ -21,8 +23,8 @@ from fulcrum_router.policy.dispatch import (
     choose_decode,
     choose_prefill,
 )
-from fulcrum_router.policy.journey.able import AbleInstances
 from fulcrum_router.policy.journey.context import V
+from fulcrum_router.policy.journey.eligible import EligibleInstances
 from fulcrum_router.policy.journey.protocols import NIXL_PULL, find_protocol
 from fulcrum_router.policy.journey.states import Action, LocalPrefillReason, State, StopReason
 from fulcrum_router.policy.prediction import predict_ttft
@@ -51,7 +53,7 @@ _PREFILLED_HERE, _WITHIN_SLO, _OTHER_ROLE = (
 )
 
 
-class JourneyChoices(AbleInstances[V]):
+class JourneyChoices(EligibleInstances[V]):
     """The choices of one request. Times are seconds of one clock, the caller's."""
 
     __slots__ = ()
@@ -67,12 +69,12 @@ class JourneyChoices(AbleInstances[V]):
             broken = context.pairs.broken_prefill_instances
             exclude = self._failed_prefill + broken
             if context.waiting_room.prefill_ahead_s < math.inf:
-                able, full = self._list_able(now_s, exclude)
-                full += self._list_kept(now_s, able, full)
-                if full and len(full) == len(able):
-                    return self._wait_for_prefill(now_s, rules, exclude, able)
-                if able and self._must_join_the_held(now_s):
-                    return self._join_room(now_s, able[0].prefill_model.ttft_s(self.work.prompt_tokens))
+                eligible, full = self._list_eligible(now_s, exclude)
+                full += self._list_kept(now_s, eligible, full)
+                if full and len(full) == len(eligible):
+                    return self._wait_for_prefill(now_s, rules, exclude, eligible)
+                if eligible and self._must_join_the_held(now_s):
+                    return self._join_room(now_s, eligible[0].prefill_model.ttft_s(self.work.prompt_tokens))
                 exclude += full
             decision = self._choose_prefill(now_s, rules, exclude)
             if context.deflects:
@@ -156,8 +158,8 @@ class JourneyChoices(AbleInstances[V]):
     def _find_cached(self, prefill: V) -> V | None:
         """Find the serving instance that holds most of the prompt, if it holds more than `prefill` does."""
         cached, candidates = self.work.cached_tokens, self._context.fleet.candidates
-        able = [i for i in (*candidates.decode, *candidates.other_role) if cached.get(i.name)]
-        best = max(able, key=lambda i: (cached[i.name], i.name), default=None)
+        eligible = [i for i in (*candidates.decode, *candidates.other_role) if cached.get(i.name)]
+        best = max(eligible, key=lambda i: (cached[i.name], i.name), default=None)
         if best is None or cached[best.name] <= cached.get(prefill.name, 0):
             return None
         return best
@@ -262,19 +264,19 @@ class JourneyChoices(AbleInstances[V]):
     # --- the waiting room --------------------------------------------------------------------------
 
     def _wait_for_prefill(
-        self, now_s: float, rules: FlipProposalRules, exclude: tuple[str, ...], able: list[V]
+        self, now_s: float, rules: FlipProposalRules, exclude: tuple[str, ...], eligible: list[V]
     ) -> Action:
         """Join the waiting room; first ask for a flip if the objective is missed behind those who wait.
 
         Unless a flip would be of no use: the request waits for decode, or is hopeless.
         """
         context, room, work = self._context, self._context.waiting_room, self.work
-        own_s = able[0].prefill_model.ttft_s(work.prompt_tokens)
+        own_s = eligible[0].prefill_model.ttft_s(work.prompt_tokens)
         is_useful = not room.is_held(work.priority) and not context.is_hopeless(
-            work, own_s=own_s, able=len(able)
+            work, own_s=own_s, eligible=len(eligible)
         )
         if rules.enabled and is_useful:
-            backlog_s = room.find_backlog_s(work.priority) / len(able)
+            backlog_s = room.find_backlog_s(work.priority) / len(eligible)
             decision = choose_prefill(
                 context.fleet.candidates,
                 work._replace(deadline_s=work.deadline_s - backlog_s),
@@ -358,18 +360,18 @@ class JourneyChoices(AbleInstances[V]):
         """See `waiting_room.Waiter`."""
         context = self._context
         exclude = self._failed_prefill + context.pairs.broken_prefill_instances
-        able, full = self._list_able(now_s, exclude)
-        if full and len(full) == len(able):
+        eligible, full = self._list_eligible(now_s, exclude)
+        if full and len(full) == len(eligible):
             deflection = None
             if context.deflects and not late and (held_for_long or not self._is_held(now_s)):
-                deflection = self._find_deflection_of_waiting(now_s, able)
+                deflection = self._find_deflection_of_waiting(now_s, eligible)
             if deflection is None:
                 return LeaveResult.BLOCKED
             return self._leave(now_s, deflection)
-        if not late and not self._can_be_in_time(now_s, exclude + full, able):
+        if not late and not self._can_be_in_time(now_s, exclude + full, eligible):
             return LeaveResult.LATE
-        kept = self._list_kept(now_s, able, full)
-        if kept and len(full) + len(kept) == len(able):
+        kept = self._list_kept(now_s, eligible, full)
+        if kept and len(full) + len(kept) == len(eligible):
             return LeaveResult.RESERVED
         if not held_for_long and self._is_held(now_s):
             return LeaveResult.HELD
@@ -386,10 +388,12 @@ class JourneyChoices(AbleInstances[V]):
             self.on_moved(action)
         return LeaveResult.LEFT
 
-    def _can_be_in_time(self, now_s: float, exclude: tuple[str, ...], able: list[V]) -> bool:
+    def _can_be_in_time(self, now_s: float, exclude: tuple[str, ...], eligible: list[V]) -> bool:
         context, work = self._context, self.work
         if self._no_prefill_leg is not None:
-            ends_s = (i.ledger.remaining_s(now_s) + i.prefill_model.ttft_s(work.prompt_tokens) for i in able)
+            ends_s = (
+                i.ledger.remaining_s(now_s) + i.prefill_model.ttft_s(work.prompt_tokens) for i in eligible
+            )
             return now_s + min(ends_s, default=0.0) <= work.deadline_s
         decision = choose_prefill(
             context.fleet.candidates,

@@ -1,7 +1,9 @@
-"""What all journeys of one router share: fleet, transfer pairs, transfer protocols, demand, flip rules, flip
-waits, retry budget, waiting room, deaths of engines, and which instances have shed a request.
+"""What all journeys of one router share, and the decisions that need more than one request.
 
-The shell sets the flip rules and whether a request may wait for a flip; journeys read and write the rest.
+Shared are the instances and their transfer pairs, the waiting room, admission, rate limits, reserves, the
+retry budget, the demand, and what failed lately. `Router.configure` (and the simulated router) sets what
+follows from the PDService and its tiers: limits, modes and flip rules. Journeys read that, and read and write
+the rest.
 """
 
 import math
@@ -162,13 +164,13 @@ class JourneyContext(Generic[V]):
         others need.
         """
         candidates = self.fleet.candidates
-        able = candidates.prefill or candidates.decode
+        eligible = candidates.prefill or candidates.decode
         tokens, prefill_s = work.prompt_tokens, 0.0
-        for instance in able:
-            prefill_s += instance.prefill_model.ttft_s(tokens) / len(able)
+        for instance in eligible:
+            prefill_s += instance.prefill_model.ttft_s(tokens) / len(eligible)
         if prefill_s > work.slo.ttft_s:
             tokens, prefill_s = int(tokens * work.slo.ttft_s / prefill_s), work.slo.ttft_s
-        if self.is_hopeless(work, own_s=prefill_s, able=len(able)):
+        if self.is_hopeless(work, own_s=prefill_s, eligible=len(eligible)):
             return
         self.demand.record(tenant=work.tenant, prompt_tokens=tokens, prefill_s=prefill_s)
 
@@ -240,14 +242,14 @@ class JourneyContext(Generic[V]):
 
     def _predict_admission(self, work: Work, now_s: float, tier: TierAdmission) -> Forecast | None:
         candidates, room, lengths = self.fleet.candidates, self.waiting_room, self.demand.lengths
-        able = candidates.prefill or candidates.decode
-        if not able:
+        eligible = candidates.prefill or candidates.decode
+        if not eligible:
             return None
         waits = tier.action is OverloadAction.QUEUE
         highest = self.decode_share.highest
         output_tokens = lengths.predict(work.tenant, work.prompt_tokens)
         return predict_admission(
-            able,
+            eligible,
             candidates.decode,
             work,
             now_s=now_s,
@@ -261,17 +263,17 @@ class JourneyContext(Generic[V]):
             leaves_room=highest is not None and work.priority < highest,
         )
 
-    def is_hopeless(self, work: Work, *, own_s: float, able: int) -> bool:
+    def is_hopeless(self, work: Work, *, own_s: float, eligible: int) -> bool:
         """Whether a request that joins those who wait would be late even with one prefill instance more.
 
         Args:
             work: The request.
             own_s: Time to compute its prompt, in seconds.
-            able: Instances that may compute it.
+            eligible: Instances that may compute it.
         """
         room = self.waiting_room
         return bool(room.members) and (
-            room.find_backlog_s(work.priority) / (able + 1) + own_s > work.slo.ttft_s
+            room.find_backlog_s(work.priority) / (eligible + 1) + own_s > work.slo.ttft_s
         )
 
     def list_shedding(self, now_s: float) -> tuple[str, ...]:
@@ -288,7 +290,7 @@ class JourneyContext(Generic[V]):
         requests wait would look as if it had little to do. Work that cannot be done in time does not count:
         more instances would be of no use to it, and those of other phases are needed by what is served.
         """
-        room, able = self.waiting_room, self.fleet.candidates.prefill
-        if not room.members or instance not in able:
+        room, eligible = self.waiting_room, self.fleet.candidates.prefill
+        if not room.members or instance not in eligible:
             return 0.0
-        return room.find_useful_prefill_s(len(able)) / len(able)
+        return room.find_useful_prefill_s(len(eligible)) / len(eligible)

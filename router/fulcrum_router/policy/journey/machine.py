@@ -4,11 +4,11 @@
                         ▲                      │            │            │
                         └─── retry, continue ◄─┴────────────┴────────────┘
 
-Without a KV transfer there is no prefill leg. Each method under *events* is one event; all but `first_byte`
-return the `Action` that the interpreter carries out next. The details of the action are attributes. Reading,
-connecting, time-outs of legs and metrics are the interpreter's: the data path is one, the simulation another.
-The journey writes the ledgers, and the waiting room, retry budget, flip waits, engine deaths and pair records
-of its `JourneyContext`. Its choices are in `choices`.
+This is the last layer of `Journey`. Without a KV transfer there is no prefill leg. Each method under *events*
+is one event; all but `first_byte` return the `Action` that the interpreter carries out next. The details of
+the action are attributes. Reading, connecting, time-outs of legs and metrics are the interpreter's: the data
+path is one, the simulation another. The journey writes the ledgers of the instances, and everything in its
+`JourneyContext` that counts or remembers requests. Its choices are in `choices`.
 
 Retries. A leg that fails before the first byte is sent to another instance, at most `MAX_ATTEMPTS` in each
 phase. After as many failed prefill legs, or without retry budget, the decode instance computes the prompt. A
@@ -77,7 +77,11 @@ class Journey(JourneyChoices[V]):
     # --- events ------------------------------------------------------------------------------------
 
     def begin(self, now_s: float) -> Action:
-        """The request was admitted at `now_s`."""
+        """The request has arrived, and its body is read.
+
+        Refuses it if its tenant is over the rate limit, and makes the first choice; admission is a part of
+        that. A prompt longer than any engine takes counts as the longest (`policy.prompt_limit`).
+        """
         context = self._context
         candidates = context.fleet.candidates
         self.work = cap_prompt(self.work, chain(candidates.decode, candidates.other_role))

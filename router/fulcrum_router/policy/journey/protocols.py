@@ -36,7 +36,7 @@ NIXL_PULL = TransferProtocol(name="nixl_pull")
 """The decode instance fetches the KV with parameters of the prefill response, while its lease lasts."""
 
 PROTOCOLS: Mapping[str, TransferProtocol] = {}
-"""Protocols by `EngineIdentity.connector`; any other connector uses `NIXL_PULL`."""
+"""Protocols by `EngineIdentity.connector`: none yet. Any other connector uses `NIXL_PULL`."""
 
 
 def find_protocol(

@@ -1,7 +1,8 @@
 """What is known of one request on its journey, and the entries that it holds in the ledgers.
 
-`machine` derives the journey from it and decides how these attributes change. Entries are released here, in
-one place, so that nothing is left in a ledger whatever way the journey ends.
+This is the first layer of `Journey`; the others decide how its attributes change. Entries are released here,
+in one place, so that nothing is left in a ledger whatever way the journey ends. The tenant's tokens are taken
+and settled here, too (`policy.token_account`).
 """
 
 import math
@@ -32,7 +33,7 @@ _FAULTS_OF_THE_REQUEST = (StopReason.TOO_LONG, StopReason.QUERY_OF_DEATH)
 """Reasons for which any engine would fail the request."""
 
 
-class RequestRecord(Generic[V]):
+class JourneyRecord(Generic[V]):
     """One request. Times are seconds of one clock, the caller's."""
 
     __slots__ = (

@@ -54,7 +54,7 @@ class StopReason(StrEnum):
     ATTEMPTS = "attempts"
     """All attempts that one request may have were made, and failed."""
     QUERY_OF_DEATH = "query_of_death"
-    """Two engines closed the connection, died or answered 5xx after they were sent the request."""
+    """Two engines or more closed the connection, died or answered 5xx after they were sent the request."""
     RETRY_BUDGET = "retry_budget"
     """The retries of all requests have used up the router's budget."""
     TOO_LONG = "too_long"
@@ -62,7 +62,7 @@ class StopReason(StrEnum):
     FULL = "full"
     """The waiting room is full."""
     REFUSED = "refused"
-    """Admission refused the request, because it would miss its objectives; see `Journey.refusal`."""
+    """Admission or the rate limit of its tenant refused the request; see `Journey.refusal`."""
 
     __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call
 
@@ -95,7 +95,7 @@ class LocalPrefillReason(StrEnum):
     UNREADABLE_KV = "unreadable_kv"
     """No decode instance can read the KV of the prefill instance."""
     DEFLECTED = "deflected"
-    """No prefill instance would compute the prompt in time, and the decode instance has time to spare."""
+    """No prefill instance would compute the prompt well in time, and a decode instance has time to spare."""
 
     __hash__ = str.__hash__  # see StopReason
 

@@ -1,6 +1,7 @@
 """Which instances may take the work of a request now, and whether decode has room for it.
 
-`choices` decides by it where a request goes and whether it waits.
+This is the second layer of `Journey`. It changes nothing: `choices` decides by it where a request goes and
+whether it waits. It also finds the decode instance that may compute a prompt (`policy.deflection`).
 """
 
 import math
@@ -8,19 +9,19 @@ import math
 from fulcrum_router.policy.deflection import Deflection, choose_deflection, is_at_risk
 from fulcrum_router.policy.dispatch import Dispatch, DispatchDecision, FlipProposal
 from fulcrum_router.policy.journey.context import V
-from fulcrum_router.policy.journey.record import RequestRecord
+from fulcrum_router.policy.journey.record import JourneyRecord
 from fulcrum_router.policy.journey.states import State
 
 # An attribute of an enum is slow to read.
 _ARRIVED, _BEFORE_THE_ROOM = State.ARRIVED, (State.ARRIVED, State.FLIP_REQUESTED)
 
 
-class AbleInstances(RequestRecord[V]):
+class EligibleInstances(JourneyRecord[V]):
     """The instances for one request. Times are seconds of one clock, the caller's."""
 
     __slots__ = ()
 
-    def _list_able(self, now_s: float, exclude: tuple[str, ...]) -> tuple[list[V], tuple[str, ...]]:
+    def _list_eligible(self, now_s: float, exclude: tuple[str, ...]) -> tuple[list[V], tuple[str, ...]]:
         """The instances that may compute the prompt, and the names of those that have enough work.
 
         Without a prefill instance those are the decode instances: what waits must not reach them at once. So
@@ -28,27 +29,27 @@ class AbleInstances(RequestRecord[V]):
         """
         context = self._context
         candidates, ahead_s = context.fleet.candidates, context.waiting_room.prefill_ahead_s
-        able: list[V] = []
+        eligible: list[V] = []
         if self._no_prefill_leg is None:
-            able = [i for i in candidates.prefill if i.name not in exclude]
-        if not able:
-            able = [i for i in candidates.decode if i.name not in self._failed_decode]
+            eligible = [i for i in candidates.prefill if i.name not in exclude]
+        if not eligible:
+            eligible = [i for i in candidates.decode if i.name not in self._failed_decode]
         shed_until_s = context.shed_until_s
         full = [
             i.name
-            for i in able
+            for i in eligible
             if (i.ledger.prefill_queued_s >= ahead_s and i.ledger.remaining_s(now_s) >= ahead_s)
             or shed_until_s.get(i.name, now_s) > now_s
         ]
-        return able, tuple(full)
+        return eligible, tuple(full)
 
-    def _list_kept(self, now_s: float, able: list[V], full: tuple[str, ...]) -> tuple[str, ...]:
-        """The names of the other able instances that are kept for prompts of other tiers."""
+    def _list_kept(self, now_s: float, eligible: list[V], full: tuple[str, ...]) -> tuple[str, ...]:
+        """The names of the other eligible instances that are kept for prompts of other tiers."""
         work, prefill = self.work, self._context.fleet.candidates.prefill
         kept = self._context.tier_reserve.list_kept(
             prefill, work.tier, tokens=work.prompt_tokens, now_s=now_s
         )
-        return tuple(i.name for i in able if i.name in kept and i.name not in full) if kept else ()
+        return tuple(i.name for i in eligible if i.name in kept and i.name not in full) if kept else ()
 
     def _is_held(self, now_s: float) -> bool:
         """Whether decode has no room for a request of this tier."""
@@ -72,9 +73,9 @@ class AbleInstances(RequestRecord[V]):
         room = self._context.waiting_room
         if room.prefill_ahead_s == math.inf:
             return False
-        able, full = self._list_able(now_s, ())
+        eligible, full = self._list_eligible(now_s, ())
         is_behind = self.state is _ARRIVED and bool(room.members)
-        return bool(able) and (is_behind or len(full) == len(able) or self._must_join_the_held(now_s))
+        return bool(eligible) and (is_behind or len(full) == len(eligible) or self._must_join_the_held(now_s))
 
     # --- deflection --------------------------------------------------------------------------------
 
@@ -84,10 +85,10 @@ class AbleInstances(RequestRecord[V]):
             decision = decision.fallback
         return self._deflect_at_risk(now_s, decision.cost[1]) if type(decision) is Dispatch else None
 
-    def _find_deflection_of_waiting(self, now_s: float, able: list[V]) -> Deflection | None:
+    def _find_deflection_of_waiting(self, now_s: float, eligible: list[V]) -> Deflection | None:
         """The same for a request that waits, for which no prefill instance has been chosen."""
         tokens = self.work.prompt_tokens
-        ends_s = min(i.ledger.remaining_s(now_s) + i.prefill_model.ttft_s(tokens) for i in able)
+        ends_s = min(i.ledger.remaining_s(now_s) + i.prefill_model.ttft_s(tokens) for i in eligible)
         return None if self._no_prefill_leg is not None else self._deflect_at_risk(now_s, ends_s)
 
     def _deflect_at_risk(self, now_s: float, prefill_s: float) -> Deflection | None:
