@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fulcrum_cli.doctor.bounded_objects import BoundedObjects
 from fulcrum_cli.doctor.facts import Body, ServiceAccountFacts
 from fulcrum_cli.doctor.findings import Component
 from fulcrum_cli.doctor.permissions import (
@@ -20,13 +21,13 @@ from fulcrum_cli.doctor.permissions import (
 from fulcrum_core.errors import Forbidden, InvalidInput
 
 if TYPE_CHECKING:
-    from fulcrum_cluster.objects import ObjectApi, ObjectKind
+    from fulcrum_cluster.objects import ObjectKind
 
 
 class AccessReviewer:
     """Creates access reviews for one namespace."""
 
-    def __init__(self, objects: "ObjectApi", namespace: str) -> None:
+    def __init__(self, objects: BoundedObjects, namespace: str) -> None:
         self._objects, self._namespace = objects, namespace
 
     async def review_user(self) -> tuple[AccessReview, ...]:
@@ -39,23 +40,19 @@ class AccessReviewer:
         self, operator: Sequence[Body] | None, autoscaler: Sequence[Body] | None, services: Iterable[str]
     ) -> tuple[ServiceAccountFacts, ...]:
         """Review the accounts of operator and autoscaler (by their Deployments) and of all routers."""
-        found = []
-        for component, deployments, permissions in (
-            (Component.OPERATOR, operator, OPERATOR_PERMISSIONS),
-            (Component.AUTOSCALER, autoscaler, AUTOSCALER_PERMISSIONS),
-        ):
-            if deployments:
-                found.append(
-                    await self._review_account(component, service_account_of(deployments[0]), permissions)
-                )
+        reviews = [
+            self._review_account(component, service_account_of(deployments[0]), permissions)
+            for component, deployments, permissions in (
+                (Component.OPERATOR, operator, OPERATOR_PERMISSIONS),
+                (Component.AUTOSCALER, autoscaler, AUTOSCALER_PERMISSIONS),
+            )
+            if deployments
+        ]
         for service in services:
             account = (self._namespace, f"{service}-router")
-            found.append(
-                await self._review_account(
-                    Component.ROUTER, account, router_permissions(service), service=service
-                )
-            )
-        return tuple(found)
+            permissions = router_permissions(service)
+            reviews.append(self._review_account(Component.ROUTER, account, permissions, service=service))
+        return tuple(await asyncio.gather(*reviews))
 
     async def _review_account(
         self,

@@ -4,11 +4,13 @@ A fact about cluster objects is None if the user may not read them, a single obj
 Our own kinds give an empty list then, because the checks of permissions and CRDs report that.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from fulcrum_cli.doctor.access_reviews import AccessReviewer, service_account_of
+from fulcrum_cli.doctor.bounded_objects import BoundedObjects
 from fulcrum_cli.doctor.facts import Bodies, Body, ClusterFacts, DoctorFacts, LocalFacts
 from fulcrum_cli.doctor.findings import Component
 from fulcrum_cli.target.autoscaler import AutoscalerUnavailable
@@ -23,7 +25,7 @@ from fulcrum_core.api.registry import KINDS
 from fulcrum_core.errors import Forbidden, InvalidInput, NotFound
 
 if TYPE_CHECKING:
-    from fulcrum_cluster.objects import ObjectApi, ObjectKind
+    from fulcrum_cluster.objects import ObjectKind
 
 _PART_OF = "app.kubernetes.io/part-of=fulcrum"
 _ROUTER_OBJECTS = f"{_PART_OF},app.kubernetes.io/name=fulcrum-router"
@@ -36,17 +38,16 @@ R = TypeVar("R", bound=Resource)
 
 async def gather_facts(connection: TargetConnection) -> DoctorFacts:
     """Read the facts of a namespace of a cluster, or of a local run."""
-    services, instances = (
-        await _list_readable(connection, PDService),
-        await _list_readable(connection, PDInstance),
-    )
-    assignments, tiers = (
-        await _list_readable(connection, PDAssignment),
-        await _list_readable(connection, QoSTier),
+    services, instances, assignments, tiers = await asyncio.gather(
+        _list_readable(connection, PDService),
+        _list_readable(connection, PDInstance),
+        _list_readable(connection, PDAssignment),
+        _list_readable(connection, QoSTier),
     )
     cluster = None
     if connection.objects is not None:
-        cluster = await _ClusterReader(connection.objects, connection.namespace).read(services)
+        objects = BoundedObjects(connection.objects)
+        cluster = await _ClusterReader(objects, connection.namespace).read(services)
     return DoctorFacts(
         now_s=time.time(),
         namespace=connection.namespace,
@@ -80,63 +81,78 @@ async def _read_local_run(connection: TargetConnection) -> LocalFacts:
 class _ClusterReader:
     """Reads the cluster objects besides the services, for one namespace."""
 
-    def __init__(self, objects: "ObjectApi", namespace: str) -> None:
+    def __init__(self, objects: BoundedObjects, namespace: str) -> None:
         self._objects, self._namespace = objects, namespace
 
     async def read(self, services: Sequence[PDService]) -> ClusterFacts:
         from fulcrum_cluster import objects as kinds
 
-        names = [service.metadata.name for service in services]
-        pods = await self._list(kinds.POD, labels=_PART_OF)
-        routers = await self._list(kinds.DEPLOYMENT, labels=_ROUTER_OBJECTS)
         reviewer = AccessReviewer(self._objects, self._namespace)
-        operator, autoscaler = (
-            await self._list_deployments(Component.OPERATOR),
-            await self._list_deployments(Component.AUTOSCALER),
+        operator, autoscaler, crds, user_access, nodes, pods = await asyncio.gather(
+            self._list_deployments(Component.OPERATOR),
+            self._list_deployments(Component.AUTOSCALER),
+            self._read_crds(),
+            reviewer.review_user(),
+            self._list(kinds.NODE),
+            self._list(kinds.POD, labels=_PART_OF),
         )
-        leader, leases_readable = await self._read_operator_lease(operator)
+        names = [service.metadata.name for service in services]
+        accounts, lease, operator_pods, autoscaler_pods, router_objects = await asyncio.gather(
+            reviewer.review_service_accounts(operator, autoscaler, names),
+            self._read_operator_lease(operator),
+            self._list_pods(operator),
+            self._list_pods(autoscaler),
+            self._list_router_objects(),
+        )
+        (leader, leases_readable), (routers, leases, slices) = lease, router_objects
         return ClusterFacts(
-            crds=await self._read_crds(),
-            user_access=await reviewer.review_user(),
-            service_accounts=await reviewer.review_service_accounts(operator, autoscaler, names),
+            crds=crds,
+            user_access=user_access,
+            service_accounts=accounts,
             operator_deployments=operator,
             autoscaler_deployments=autoscaler,
-            component_pods={
-                Component.OPERATOR: await self._list_pods(operator),
-                Component.AUTOSCALER: await self._list_pods(autoscaler),
-            },
+            component_pods={Component.OPERATOR: operator_pods, Component.AUTOSCALER: autoscaler_pods},
             operator_lease=leader,
             leases_readable=leases_readable,
-            nodes=await self._list(kinds.NODE),
+            nodes=nodes,
             engine_pods=None if pods is None else _group_by_label(pods, SERVICE_LABEL),
             router_pods=None if pods is None else _group_by_label(pods, ROUTER_LABEL),
             router_deployments=None if routers is None else _group_by_label(routers, SERVICE_LABEL),
-            router_leases=_first_by_service(await self._list(kinds.LEASE, labels=_ROUTER_OBJECTS)),
-            endpoint_slices=_first_by_service(await self._list(kinds.ENDPOINT_SLICE, labels=_ROUTER_OBJECTS)),
+            router_leases=_first_by_service(leases),
+            endpoint_slices=_first_by_service(slices),
+        )
+
+    async def _list_router_objects(self) -> tuple[Bodies | None, Bodies | None, Bodies | None]:
+        """List Deployments, Leases and EndpointSlices of routers."""
+        from fulcrum_cluster import objects as kinds
+
+        return await asyncio.gather(
+            self._list(kinds.DEPLOYMENT, labels=_ROUTER_OBJECTS),
+            self._list(kinds.LEASE, labels=_ROUTER_OBJECTS),
+            self._list(kinds.ENDPOINT_SLICE, labels=_ROUTER_OBJECTS),
         )
 
     async def _list(
         self, kind: "ObjectKind", *, namespace: str | None = None, labels: str = ""
     ) -> Bodies | None:
         scope = self._namespace if namespace is None else namespace
-        return await _none_if_refused(self._list_bodies(kind, scope, labels))
-
-    async def _list_bodies(self, kind: "ObjectKind", namespace: str, labels: str) -> Bodies:
-        return (await self._objects.list(kind, namespace=namespace, labels=labels))[0]
+        return await _none_if_refused(self._objects.list(kind, namespace=scope, labels=labels))
 
     async def _read_crds(self) -> Mapping[str, Body | None] | None:
+        names = [f"{kind.plural}.{GROUP}" for kind in KINDS]
+        try:
+            found = await asyncio.gather(*(self._read_crd(name) for name in names))
+        except Forbidden:
+            return None
+        return dict(zip(names, found, strict=True))
+
+    async def _read_crd(self, name: str) -> Body | None:
         from fulcrum_cluster.objects import CRD
 
-        found: dict[str, Body | None] = {}
-        for kind in KINDS:
-            name = f"{kind.plural}.{GROUP}"
-            try:
-                found[name] = await self._objects.get(CRD, name, namespace="")
-            except NotFound:
-                found[name] = None
-            except Forbidden:
-                return None
-        return found
+        try:
+            return await self._objects.get(CRD, name, namespace="")
+        except NotFound:
+            return None
 
     async def _list_deployments(self, component: Component) -> Bodies | None:
         """List the Deployments of a component that manage this namespace, in all namespaces if permitted.

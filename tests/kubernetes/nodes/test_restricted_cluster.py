@@ -77,10 +77,10 @@ class Team:
         template = {"spec": {"tolerations": TOLERATIONS}}
         self.service.patch("pdservices", {"spec": {"template": template}})
 
-    def wait_until_named(self, piece: str, *words: str) -> float:
-        """Wait until condition and Event name the piece by these words; return the seconds.
+    def wait_until_named(self, piece: str, *words: str) -> tuple[float, float]:
+        """Wait until condition and Event name the piece by these words, then run doctor, which must name it.
 
-        By then doctor must name the piece, too; how long its process takes depends on this machine.
+        Returns the seconds until then and the seconds that doctor's process took, which depend on this machine.
         """
         began_s = time.monotonic()
         _wait_for_words(
@@ -89,8 +89,9 @@ class Team:
         _wait_for_words(lambda: " ".join(self.service.messages().values()), words, f"{piece} in an Event")
         named_s = time.monotonic() - began_s
         found = self.fulcrum("doctor").stdout
+        doctor_s = time.monotonic() - began_s - named_s
         assert [word for word in words if word not in found] == [], found
-        return named_s
+        return named_s, doctor_s
 
 
 def _wait_for_words(read: Callable[[], str], words: tuple[str, ...], what: str) -> None:
@@ -167,10 +168,14 @@ def test_every_missing_piece_of_a_restricted_cluster_is_named_and_then_the_servi
     team.service.wait_until_ready(2, timeout_s=150)
     wait_for(lambda: team.service.receives_first_token("n1"), "a first token", timeout_s=30)
     served_s = time.monotonic() - began_s
-    named = ", ".join(f"{after_s:.1f} s ({piece})" for piece, after_s in named_s.items())
-    record_measurement(f"restricted cluster: condition and Event name what is missing after {named}")
+    named = ", ".join(
+        f"{after_s:.1f} + {doctor_s:.1f} s ({piece})" for piece, (after_s, doctor_s) in named_s.items()
+    )
+    record_measurement(
+        f"restricted cluster: condition and Event, then doctor name what is missing after {named}"
+    )
     record_measurement(f"restricted cluster: serves {served_s:.1f} s after the last piece")
-    assert max(named_s.values()) <= NAMED_MAX_S
+    assert max(after_s for after_s, _ in named_s.values()) <= NAMED_MAX_S
 
 
 @pytest.mark.timeout(600)
