@@ -80,7 +80,7 @@ class Team:
     def wait_until_named(self, piece: str, *words: str) -> tuple[float, float]:
         """Wait until condition and Event name the piece by these words, then run doctor, which must name it.
 
-        Returns the seconds until then and the seconds that doctor's process took, which depend on this machine.
+        Returns the seconds until then, and those of doctor's process, which depend on this machine.
         """
         began_s = time.monotonic()
         _wait_for_words(
