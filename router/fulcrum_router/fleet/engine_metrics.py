@@ -3,7 +3,6 @@
 `observe.engines` reads every engine once a second; `data_path` reads expired transfers during a lease check.
 """
 
-import math
 import re
 
 from fulcrum_router.fleet.instances import Instance
@@ -28,18 +27,23 @@ _KV_FETCHES_BY_STAGE = b"vllm:num_requests_kv_fetch_by_stage"
 _CACHE_CONFIG = b"\nvllm:cache_config_info{"
 _BLOCK_SIZE = re.compile(rb'\bblock_size="(\d{1,9})"')
 _KV_BLOCKS = re.compile(rb'\bnum_gpu_blocks="(\d{1,9})"')
+MAX_SAMPLE = 2**53
+"""A larger value is not believed: no engine counts so far, and products of such values are finite."""
+MAX_KV_TOKENS = 2**30
+"""A larger KV cache is not believed: at 16 KB a token, as of a model of 1 billion parameters, it is 17 TB."""
 
 
 def sum_samples(text: bytes, name: bytes, *, label: bytes = b"") -> float | None:
     """Add up all samples of one metric in an exposition; with `label`, those that have it.
 
-    None: there is no sample, a sample is not a number, or the sum is not finite.
+    None: there is no sample, or a sample is not a number from 0 to `MAX_SAMPLE`. All metrics of an engine
+    that the router reads are counts, times or shares.
     """
     total, found, start = 0.0, False, 0
     while True:
         start = text.find(name, start)
         if start < 0:
-            return total if found and math.isfinite(total) else None
+            return total if found else None
         found_at, start = start, start + len(name)
         at_line_start = found_at == 0 or text[found_at - 1 : found_at] == b"\n"
         if not at_line_start or text[start : start + 1] not in (b"{", b" "):
@@ -49,9 +53,12 @@ def sum_samples(text: bytes, name: bytes, *, label: bytes = b"") -> float | None
         if label not in line:
             continue
         try:
-            total += float(line.rpartition(b"}")[2].split()[0] if b"}" in line else line.split()[1])
+            value = float(line.rpartition(b"}")[2].split()[0] if b"}" in line else line.split()[1])
         except (ValueError, IndexError):
             return None
+        if not 0.0 <= value <= MAX_SAMPLE:
+            return None
+        total += value
         found = True
 
 
@@ -69,9 +76,8 @@ def read_tokens_computed(text: bytes) -> float | None:
 
 
 def _add(one: float | None, other: float | None) -> float | None:
-    """The sum; None if one is unknown or the sum is not finite."""
-    total = math.inf if one is None or other is None else one + other
-    return total if math.isfinite(total) else None
+    """The sum; None if one is unknown."""
+    return None if one is None or other is None else one + other
 
 
 def read_waiting_count(text: bytes) -> int | None:
@@ -97,9 +103,14 @@ def read_block_size(text: bytes) -> int | None:
 
 
 def read_kv_capacity(text: bytes) -> int | None:
-    """Read how many tokens the engine's KV cache holds; None if the exposition does not contain it."""
+    """Read how many tokens the engine's KV cache holds.
+
+    None: the exposition does not contain it, or not from 1 to `MAX_KV_TOKENS`. The autoscaler takes the mean
+    of all instances, which a single cache without end would make endless.
+    """
     size, blocks = read_block_size(text), _read_cache_config(text, _KV_BLOCKS)
-    return None if size is None or blocks is None else size * blocks
+    tokens = 0 if size is None or blocks is None else size * blocks
+    return tokens if 0 < tokens <= MAX_KV_TOKENS else None
 
 
 def _read_cache_config(text: bytes, label: re.Pattern[bytes]) -> int | None:

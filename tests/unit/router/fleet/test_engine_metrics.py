@@ -3,8 +3,12 @@
 import pytest
 
 from fulcrum_router.fleet.engine_metrics import (
+    MAX_KV_TOKENS,
+    MAX_SAMPLE,
     read_block_size,
+    read_kv_capacity,
     read_request_count,
+    read_tokens_computed,
     read_wait_causes,
     sum_samples,
 )
@@ -26,6 +30,11 @@ NAME = b"vllm:x_sum"
         pytest.param(b"vllm:x_sum\n", None, id="sample without a value"),
         pytest.param(b"vllm:x_sum NaN\n", None, id="NaN"),
         pytest.param(b'vllm:x_sum{a="}"} x\n', None, id="value is not a number"),
+        pytest.param(b"vllm:x_sum -1\n", None, id="negative value"),
+        pytest.param(b'vllm:x_sum{a="1"} -1\nvllm:x_sum{a="2"} 3\n', None, id="one of two is negative"),
+        pytest.param(b"vllm:x_sum %d\n" % MAX_SAMPLE, float(MAX_SAMPLE), id="largest value that is believed"),
+        pytest.param(b"vllm:x_sum 1e300\n", None, id="value that no engine reaches"),
+        pytest.param(b"vllm:x_sum +Inf\n", None, id="infinite value"),
     ],
 )
 def test_all_samples_of_one_name_are_summed(text: bytes, value: float | None) -> None:
@@ -47,7 +56,7 @@ def test_all_samples_of_one_name_are_summed(text: bytes, value: float | None) ->
         pytest.param(
             b"vllm:num_requests_running 1e308\nvllm:num_requests_waiting 1e308\n",
             None,
-            id="unknown if the sum is not finite",
+            id="unknown if a value is one that no engine reaches",
         ),
     ],
 )
@@ -103,3 +112,32 @@ vllm:num_requests_waiting_by_reason{engine="0",reason="deferred"} 16.0
 )
 def test_what_requests_wait_for_in_an_engine(text: bytes, causes: tuple[float, float] | None) -> None:
     assert read_wait_causes(text) == causes
+
+
+CACHE = b'\nvllm:cache_config_info{block_size="%b",num_gpu_blocks="%b"} 1.0\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        pytest.param(CACHE % (b"16", b"1000"), 16_000, id="blocks times their size"),
+        pytest.param(CACHE % (b"16", b"None"), None, id="not known yet"),
+        pytest.param(
+            CACHE % (b"1024", b"%d" % (MAX_KV_TOKENS // 1024)), MAX_KV_TOKENS, id="largest that is believed"
+        ),
+        pytest.param(CACHE % (b"999999999", b"999999999"), None, id="cache that no engine has"),
+        pytest.param(CACHE % (b"16", b"0"), None, id="no cache"),
+    ],
+)
+def test_a_kv_cache_is_believed_if_an_engine_can_have_it(text: bytes, tokens: int | None) -> None:
+    assert read_kv_capacity(text) == tokens
+
+
+@pytest.mark.parametrize("value", [b"-1", b"1e308", b"NaN", b"-Inf"])
+def test_no_number_of_an_engine_that_cannot_be_true_is_used(value: bytes) -> None:
+    """A negative share of fetches would make the router's own counters of seconds fall."""
+    names = (b"prompt_tokens_total", b"generation_tokens_total", b"num_requests_running")
+    samples = b"".join(b"vllm:%b %b\n" % (name, value) for name in names)
+    text = samples + STAGES.replace(b"2.0", value) + REASONS
+    values = read_tokens_computed(text), read_request_count(text), read_wait_causes(text)
+    assert values == (None, None, None)
