@@ -143,8 +143,13 @@ class Ledger:
         self.deflections += 1
         self.caught_up_at_s = max(now_s, self.caught_up_at_s) + recovery_s
 
+    def give_back(self, *, recovery_s: float) -> None:
+        """Note that of a deflected prompt so much is not computed."""
+        self.caught_up_at_s -= recovery_s
+
     def _add(self, entry: "PrefillEntry", now_s: float) -> "PrefillEntry":
         entry.number, self._next_number = self._next_number, self._next_number + 1
+        entry.added_at_s = now_s
         if self._oldest is None:
             self._oldest, self._oldest_since_s = entry, now_s
             self._steps.begin(entry.number, entry.tokens, now_s)
@@ -191,7 +196,7 @@ class Ledger:
 class PrefillEntry:
     """One prompt to be computed on the instance."""
 
-    __slots__ = ("_ledger", "_local", "number", "predicted_s", "tokens")
+    __slots__ = ("_ledger", "_local", "added_at_s", "number", "predicted_s", "tokens")
 
     def __init__(self, ledger: Ledger, tokens: int, predicted_s: float, *, local: bool) -> None:
         self._ledger: Ledger | None = ledger
@@ -201,6 +206,12 @@ class PrefillEntry:
         """Predicted time to compute the prompt alone."""
         self.number = 0
         """Of the ledger's prompts, in the order of arrival."""
+        self.added_at_s = 0.0
+
+    def uncomputed_share(self, now_s: float) -> float:
+        """Share of the prompt that cannot be computed yet, however little else the engine has to do."""
+        taken = (now_s - self.added_at_s) / self.predicted_s if self.predicted_s else 1.0
+        return max(0.0, 1.0 - taken)
 
     def release(self, now_s: float) -> float | None:
         """Take the entry out of the ledger, and return for how long the prompt was the oldest one.

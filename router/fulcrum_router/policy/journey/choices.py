@@ -116,6 +116,7 @@ class JourneyChoices(EligibleInstances[V]):
             context.record_admitted(self.work, now_s)
         instance = context.fleet[deflection.instance]
         instance.ledger.deflect(recovery_s=deflection.recovery_s, now_s=now_s)
+        self._recovery_s = deflection.recovery_s
         self.source = self.predicted_ttft = None
         self.local_prefill_reason, self.dispatch_reason = LocalPrefillReason.DEFLECTED, _WITHIN_SLO
         return self._open_decode(now_s, instance)

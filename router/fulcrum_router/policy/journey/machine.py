@@ -207,6 +207,8 @@ class Journey(JourneyChoices[V]):
         self.decode_open = False
         if self._account is not None:
             self._account.end_leg(0)
+        if self._recovery_s:
+            self._give_back_recovery(1.0)
         return self._end(now_s, _END)
 
     def decode_failed(
@@ -357,7 +359,7 @@ class Journey(JourneyChoices[V]):
         self.work = work.with_prompt_tokens(work.prompt_tokens + delivered_tokens)._replace(
             deadline_s=now_s + work.slo.ttft_s
         )
-        self.continues, self._decode_attempts = True, 0
+        self.continues, self._decode_attempts, self._recovery_s = True, 0, 0.0
         self._drop_kv()
         return self._retry_after_abort(now_s, None)
 

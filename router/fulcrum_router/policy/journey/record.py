@@ -53,6 +53,7 @@ class JourneyRecord(Generic[V]):
         "_local_entry",
         "_no_prefill_leg",
         "_prefill_entry",
+        "_recovery_s",
         "_reservation",
         "_reserved_on",
         "_suspicions",
@@ -99,6 +100,8 @@ class JourneyRecord(Generic[V]):
     """Whether they were taken from the rate limit of the tenant."""
     _forecast_s: float
     """TTFT that admission has forecast, until it is measured; 0: none."""
+    _recovery_s: float
+    """Time that decode needs to catch up after the deflected prompt of this request; 0: none is."""
     _is_judged: bool
     """Whether admission has decided, or need not; then the request is not refused later."""
     _reserved_on: str | None
@@ -163,7 +166,7 @@ class JourneyRecord(Generic[V]):
         self._transfer_entry: PendingTransferEntry | None = None
         self._failed_prefill = self._failed_decode = tuple[str, ...]()
         self._decode_attempts = self._suspicions = 0
-        self._lease_from_s = self._asked_at_s = self._forecast_s = 0.0
+        self._lease_from_s = self._asked_at_s = self._forecast_s = self._recovery_s = 0.0
         self._last_action: Action | None = None
         self.must_recompute, self._reserved_on, self._is_limited = False, None, False
 
@@ -252,7 +255,14 @@ class JourneyRecord(Generic[V]):
             self.decode_entry.release()
             self.decode_entry = None
         if self._local_entry is not None:
+            self._give_back_recovery(self._local_entry.uncomputed_share(now_s))
             self._release_local(now_s)
+
+    def _give_back_recovery(self, share: float) -> None:
+        """Of a deflected prompt this share is not computed: who leaves early takes no time from others."""
+        recovery_s, self._recovery_s = self._recovery_s, 0.0
+        if recovery_s and self.decode_instance is not None:
+            self.decode_instance.ledger.give_back(recovery_s=share * recovery_s)
 
     def _release_local(self, now_s: float) -> None:
         entry, self._local_entry = self._local_entry, None

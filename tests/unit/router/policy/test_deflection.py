@@ -181,6 +181,54 @@ def test_a_deflected_request_leaves_nothing_in_the_ledger_but_the_time_to_catch_
     assert ledger.caught_up_at_s == pytest.approx(MIXED_FACTOR * 0.1 / SPARE)
 
 
+@pytest.mark.parametrize(
+    ("left_at_s", "share"),
+    [
+        pytest.param(0.0, 0.0, id="at once"),
+        pytest.param(0.05, 0.5, id="when half of the prompt can be computed"),
+        pytest.param(3.0, 1.0, id="when the whole prompt can be computed"),
+    ],
+)
+@pytest.mark.parametrize("fails", [False, True], ids=["client leaves", "leg fails"])
+def test_a_prompt_that_is_given_up_takes_no_spare_time_of_others(
+    left_at_s: float, share: float, *, fails: bool
+) -> None:
+    """Otherwise a client that sends long prompts and leaves would keep all others from being deflected."""
+    context = make_context(queued_s=5.0)
+    ledger, computed_s = context.fleet["d1"].ledger, PREFILL.ttft_s(TOKENS)
+    journey = Journey(context, work(TOKENS))
+    journey.begin(0.0)
+    whole_s = ledger.caught_up_at_s
+    if fails:
+        journey.decode_failed(left_at_s * computed_s / 0.1, Failure.STATUS, status=500)
+    else:
+        journey.client_left(left_at_s * computed_s / 0.1)
+    assert ledger.caught_up_at_s == pytest.approx(share * whole_s)
+
+
+def test_a_prompt_that_the_engine_rejects_takes_no_spare_time_of_others() -> None:
+    context = make_context(queued_s=5.0)
+    journey = Journey(context, work(TOKENS))
+    journey.begin(0.0)
+    journey.first_byte(0.001)
+    journey.decode_rejected(0.001)
+    assert context.fleet["d1"].ledger.caught_up_at_s == pytest.approx(0.0)
+
+
+def test_a_continued_stream_that_is_rejected_gives_back_no_time() -> None:
+    """The deflected prompt was computed; another instance was to continue after it."""
+    context = make_context(queued_s=5.0)
+    journey = Journey(context, work(TOKENS))
+    journey.begin(0.0)
+    ledgers = [context.fleet[name].ledger for name in ("d1", "d2")]
+    before = [ledger.caught_up_at_s for ledger in ledgers]
+    journey.first_byte(0.1)
+    context.deflects = False
+    journey.decode_failed(0.2, Failure.CLOSED, delivered_tokens=1)
+    journey.decode_rejected(0.3)
+    assert [ledger.caught_up_at_s for ledger in ledgers] == before
+
+
 def test_a_request_is_deflected_before_it_asks_for_a_flip() -> None:
     actions = []
     for caught_up_at_s in (0.0, 9.0):
