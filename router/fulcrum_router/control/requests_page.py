@@ -1,7 +1,8 @@
 """The page `/requests` of the metrics port: the flight recorder's requests as JSON, for `fulcrum regret`.
 
-A full recorder takes about 0.2 s to write out. It is written in slices with turns of the event loop between
-them, and at most once in `MIN_INTERVAL_S`, whoever asks: who asks in between gets the same page.
+A full recorder takes about 0.2 s to write out, and 10 MB. It is written in slices with turns of the event
+loop between them, and at most once in `MIN_INTERVAL_S`, whoever asks: who asks in between gets the same page.
+As long as somebody reads a page, others get it, too, for `MAX_AGE_S`: slow readers keep few pages in memory.
 """
 
 import asyncio
@@ -20,6 +21,8 @@ from fulcrum_router.router import Router
 
 MIN_INTERVAL_S = 5.0
 """Time for which a page is kept, in seconds."""
+MAX_AGE_S = 60.0
+"""Time for which a page that somebody still reads is kept, in seconds."""
 _SLICE_RECORDS = 1_000
 _READ_TIMEOUT_S = 60.0
 """Time in which the page must have been read; a slower reader gets no more of it."""
@@ -61,20 +64,28 @@ class RequestsPage:
         self._slices: list[bytes] = []
         """The last page, for those who ask soon after; empty: none is kept."""
         self._built_s = -math.inf
+        self._readers = 0
+        """Responses under way."""
         self._building = asyncio.Lock()
 
     async def respond(self, request: web.Request) -> web.StreamResponse:
-        """Send the page; one that was built less than `MIN_INTERVAL_S` ago is sent again."""
+        """Send the page; one that is younger than `MIN_INTERVAL_S`, or being read, is sent again."""
         async with self._building:
-            if not self._slices or self._clock() >= self._built_s + MIN_INTERVAL_S:
+            kept_s = MAX_AGE_S if self._readers else MIN_INTERVAL_S
+            if not self._slices or self._clock() >= self._built_s + kept_s:
                 await self._build()
             slices = self._slices
         response = web.StreamResponse(headers={"content-type": "application/json"})
-        await response.prepare(request)
-        with contextlib.suppress(ConnectionError, TimeoutError):  # the reader has left, or is too slow
-            async with asyncio.timeout(_READ_TIMEOUT_S):
-                for text in slices:
-                    await response.write(text)
+        self._readers += 1
+        try:
+            await response.prepare(request)
+            with contextlib.suppress(ConnectionError, TimeoutError):  # the reader has left, or is too slow
+                async with asyncio.timeout(_READ_TIMEOUT_S):
+                    for text in slices:
+                        await response.write(text)
+        finally:
+            self._readers -= 1
+            self._forget_outdated()
         return response
 
     async def _build(self) -> None:
@@ -83,9 +94,9 @@ class RequestsPage:
             slices.append(text)
             await asyncio.sleep(0)
         self._slices, self._built_s = slices, self._clock()
-        asyncio.get_running_loop().call_later(MIN_INTERVAL_S, self._forget, slices)
+        asyncio.get_running_loop().call_later(MIN_INTERVAL_S, self._forget_outdated)
 
-    def _forget(self, slices: list[bytes]) -> None:
-        """Free the memory of a page, unless it was built anew."""
-        if self._slices is slices:
+    def _forget_outdated(self) -> None:
+        """Free the memory of a page that nobody else gets."""
+        if not self._readers and self._clock() >= self._built_s + MIN_INTERVAL_S:
             self._slices = []
