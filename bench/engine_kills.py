@@ -200,7 +200,9 @@ def _judge(received: bytes, expected: str) -> str:
         return "ok" if text == expected else "wrong text"
     if not expected.startswith(text):
         return "wrong text"
-    return "error event" if events and b'"error"' in events[-1] else "cut off"
+    if not events or b'"error"' not in events[-1]:
+        return "cut off"
+    return f"error event ({orjson.loads(events[-1])['error'].get('message')})"
 
 
 def read_outcomes(metrics_port: int) -> dict[str, int]:
