@@ -23,10 +23,11 @@ from fulcrum_router.data_path.request import (
     EarlyResponse,
     Leg,
     ServedRequest,
+    read_long_body,
 )
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1 import responses
-from fulcrum_router.http1.bodies import RequestBody, parse_request_body
+from fulcrum_router.http1.bodies import parse_request_body
 from fulcrum_router.http1.engine_events import count_output_tokens
 from fulcrum_router.http1.inline_task import InlineTask
 from fulcrum_router.http1.json_limits import InvalidBody
@@ -91,6 +92,9 @@ class Exchange:
                 return
             request.outcome, request.keep_alive = end.outcome, request.keep_alive and end.keep_alive
             request.downstream.write(end.response)
+        except InvalidBody as error:
+            request.outcome = RequestOutcome.INVALID
+            request.downstream.write(responses.build_error_response(400, str(error)))
         except asyncio.CancelledError:
             request.outcome, request.keep_alive = self._judge_departure(), False
         except Exception:
@@ -113,13 +117,13 @@ class Exchange:
 
     async def _serve(self) -> None:
         """Carry out the actions of the request's journey, one after another."""
-        request = self._request
-        is_long = request.client.is_long
-        if is_long:
-            await request.router.long_turns.take()
-        journey = request.begin_journey(self._parse_body())
-        if is_long:
-            await request.router.long_turns.take()
+        request, client = self._request, self._request.client
+        priority, turns = request.tier.engine_priority, request.router.long_turns
+        if client.is_long:
+            body = await read_long_body(client.body, priority, turns, chat=request.is_chat)
+        else:
+            body = parse_request_body(client.body, priority, chat=request.is_chat)
+        journey = request.begin_journey(body)
         action = journey.begin(request.arrival_s)
         while action is not _END:
             if action is _SEND_PREFILL:
@@ -174,15 +178,6 @@ class Exchange:
             compute_s=journey.prefill_computed_for_s,
         )
         return action
-
-    def _parse_body(self) -> RequestBody:
-        request = self._request
-        try:
-            return parse_request_body(request.client.body, request.tier.engine_priority, chat=request.is_chat)
-        except InvalidBody as error:
-            raise EarlyResponse(
-                RequestOutcome.INVALID, responses.build_error_response(400, str(error))
-            ) from None
 
     # --- the end -------------------------------------------------------------------------------------
 

@@ -15,7 +15,13 @@ import structlog
 from fulcrum_router.counters import DECODE, RequestOutcome
 from fulcrum_router.data_path.journey_steps import build_failure_response, wait_for_flip, wait_in_room
 from fulcrum_router.data_path.leg_outcomes import LegOutcomes
-from fulcrum_router.data_path.request import ClientRequest, Downstream, EarlyResponse, find_error_status
+from fulcrum_router.data_path.request import (
+    ClientRequest,
+    Downstream,
+    EarlyResponse,
+    find_error_status,
+    read_long_body,
+)
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1 import responses
 from fulcrum_router.http1.bodies import RequestBody, build_decode_body, parse_request_body
@@ -233,12 +239,12 @@ class PassThrough:
             self._downstream.finish_response(keep_alive=self._keep_alive)
 
     async def _serve(self) -> RequestOutcome:
-        tier = self._client_request.caller.tier
-        if self._client_request.is_long:
-            await self._router.long_turns.take()
-        request = self._body = parse_request_body(
-            self._client_request.body, tier.engine_priority, passed=True
-        )
+        client, priority = self._client_request, self._client_request.caller.tier.engine_priority
+        if client.is_long:
+            request = await read_long_body(client.body, priority, self._router.long_turns, passed=True)
+        else:
+            request = parse_request_body(client.body, priority, passed=True)
+        self._body = request
         if self._client_request.path in GENERATION_PATHS:
             return await self._generate(request)
         failed = LegFailed(Failure.REFUSED, "no instance is available", status=503)

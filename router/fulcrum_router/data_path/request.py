@@ -12,9 +12,16 @@ from fulcrum_router.counters import RequestOutcome
 from fulcrum_router.data_path.continuation import Continuation
 from fulcrum_router.data_path.leg_outcomes import LegOutcomes
 from fulcrum_router.fleet.instances import Instance
-from fulcrum_router.http1.bodies import RequestBody, is_stream_without_usage, limit_output, parse_request_body
+from fulcrum_router.http1.bodies import (
+    RequestBody,
+    is_stream_without_usage,
+    limit_output,
+    parse_request_body,
+    read_request_body,
+)
 from fulcrum_router.http1.failures import Failure, LegFailed
-from fulcrum_router.http1.json_limits import InvalidBody
+from fulcrum_router.http1.inline_task import Turns
+from fulcrum_router.http1.json_limits import UNCHECKED_BYTES, InvalidBody, parse_limited_object
 from fulcrum_router.http1.output_limits import find_output_limit
 from fulcrum_router.policy import Work
 from fulcrum_router.policy.blame import SHED_STATUSES
@@ -23,8 +30,8 @@ from fulcrum_router.policy.latency_parts import RequestTimes
 from fulcrum_router.router import Router
 from fulcrum_router.settings import ServiceSettings
 
-LONG_BODY_BYTES = 1_048_576
-"""To read, to parse and to serialise a larger body takes up to 20 ms each."""
+LONG_BODY_BYTES = UNCHECKED_BYTES
+"""To parse, to measure and to serialise a larger body takes up to 20 ms each."""
 
 _CANCELLED = RequestOutcome.CANCELLED  # an attribute of an enum is slow to read
 
@@ -71,6 +78,18 @@ class ClientRequest:
             b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n"
             b"x-request-id: %b\r\n%bcontent-length: %d\r\n\r\n"
         ) % (self.path, address, self.request_id, self.trace_headers, body_bytes)
+
+
+async def read_long_body(
+    raw: bytes, priority: int, turns: Turns, *, chat: bool = False, passed: bool = False
+) -> RequestBody:
+    """Do what `parse_request_body` does, in an inline task, with a turn of the event loop for each step."""
+    await turns.take()
+    fields = parse_limited_object(raw)
+    await turns.take()
+    body = read_request_body(raw, fields, priority, chat=chat, passed=passed)
+    await turns.take()
+    return body
 
 
 class EarlyResponse(Exception):

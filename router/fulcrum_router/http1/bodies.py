@@ -109,18 +109,29 @@ class RequestBody:
 
 
 def parse_request_body(raw: bytes, priority: int, *, chat: bool = False, passed: bool = False) -> RequestBody:
-    """Parse `raw`, drop its reserved fields and set `priority` (0: none).
+    """Parse a client's body and read it: see `json_limits.parse_limited_object` and `read_request_body`.
+
+    Raises:
+        InvalidBody: if `raw` is not a JSON object, or exceeds a limit of `json_limits`.
+    """
+    return read_request_body(raw, parse_limited_object(raw), priority, chat=chat, passed=passed)
+
+
+def read_request_body(
+    raw: bytes, fields: dict[str, Any], priority: int, *, chat: bool = False, passed: bool = False
+) -> RequestBody:
+    """Drop the reserved fields of a body, set `priority` (0: none) and measure the prompt.
 
     Args:
         raw: The client's body.
+        fields: What was parsed from it.
         priority: Priority of the request for the engine.
         chat: Whether its prompt are messages.
         passed: Whether it is for another API than completions and chats: its prompt is not measured here.
 
     Raises:
-        InvalidBody: if `raw` is not a JSON object, or exceeds a limit of `json_limits`.
+        InvalidBody: if there are too many prompts or answers, or an option cannot be read.
     """
-    fields = parse_limited_object(raw)
     has_changed = _normalise_bools(fields) | _normalise_ints(fields)
     if not chat and not passed:
         has_changed |= _drop_null_limit(fields)

@@ -12,6 +12,7 @@ from tests.integration.router.fake_engines import settings_with_short_timeouts
 from tests.waiting import yield_control
 
 NO_JSON = b"{" + b" " * LONG_BODY_BYTES
+LONG_PROMPT = b'{"prompt":"%b"}' % (b"a" * LONG_BODY_BYTES)
 
 
 class RecordingDownstream:
@@ -37,10 +38,12 @@ class RecordingDownstream:
 Kind = type[Exchange] | type[PassThrough]
 
 
-def start(kind: Kind, router: Router) -> tuple[Exchange | PassThrough, RecordingDownstream]:
+def start(
+    kind: Kind, router: Router, body: bytes = NO_JSON
+) -> tuple[Exchange | PassThrough, RecordingDownstream]:
     settings, downstream = settings_with_short_timeouts(), RecordingDownstream()
     path = b"/v1/completions" if kind is Exchange else b"/v1/embeddings"
-    request = ClientRequest(path, NO_JSON, b"id", Caller(settings.default_tier), b"", keep_alive=True)
+    request = ClientRequest(path, body, b"id", Caller(settings.default_tier), b"", keep_alive=True)
     exchange = kind(router, settings, downstream, request)
     exchange.start()
     return exchange, downstream
@@ -57,6 +60,17 @@ async def test_large_bodies_that_come_at_once_are_parsed_in_a_turn_of_the_event_
         answered.append(sum(client.written.startswith(b"HTTP/1.1 400") for client in clients))
         await yield_control(1)
     assert answered == [0, 1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("kind", [Exchange, PassThrough])
+async def test_a_large_body_is_parsed_measured_and_sent_in_a_turn_of_the_event_loop_each(kind: Kind) -> None:
+    router = Router()
+    clients = [start(kind, router, LONG_PROMPT)[1] for _ in range(2)]
+    answered = list[int]()
+    for _ in range(7):
+        answered.append(sum(client.written.startswith(b"HTTP/1.1 503") for client in clients))
+        await yield_control(1)
+    assert answered == [0, 0, 0, 0, 0, 1, 2]
 
 
 async def test_a_client_that_leaves_before_its_body_is_parsed_counts_as_cancelled() -> None:

@@ -5,9 +5,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import orjson
 import pytest
 
-from fulcrum_router.data_path.request import LONG_BODY_BYTES
+from fulcrum_router.http1.json_limits import parse_limited_object
 from fulcrum_router.http1.prompt_size import has_only_text, measure_conversation, measure_prompt
 
 TOOL = {"type": "function", "function": {"name": "f", "description": "x" * 400, "parameters": {"y" * 80: 1}}}
@@ -177,15 +178,15 @@ def make_chat(*content: object) -> dict[str, Any]:
     ids=["texts", "empty texts", "numbers", "parts", "messages", "no messages", "no turns"],
 )
 @pytest.mark.parametrize("measure", [measure_prompt, measure_conversation])
-def test_a_body_that_takes_no_turns_of_the_event_loop_is_measured_in_20_ms(
+def test_a_body_that_is_parsed_is_measured_in_20_ms_of_processor_time(
     measure: Callable[[dict[str, Any]], object], request_fields: dict[str, Any]
 ) -> None:
-    assert size(request_fields) < LONG_BODY_BYTES
+    parse_limited_object(orjson.dumps(request_fields))
     took_s = []
     for _ in range(7):
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         measure(request_fields)
-        took_s.append(time.perf_counter() - began_s)
+        took_s.append(time.thread_time() - began_s)
     assert min(took_s) < 0.020
 
 
