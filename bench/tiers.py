@@ -20,6 +20,7 @@ from statistics import median
 
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Slo
+from fulcrum_router.policy.tier_reserve import Reserve
 from fulcrum_simulator.fleet.options import RunOptions, parse_policy
 from fulcrum_simulator.fleet.run import simulate
 from fulcrum_simulator.routing import Outcome
@@ -71,7 +72,7 @@ def measure(case: Case) -> Figures:
         policy=parse_policy(case.policy, instances=INSTANCES),
         slo=SLO,
         seed=case.seed,
-        reserved={TIERS[0]: case.reserve},
+        reserved={TIERS[0]: Reserve(case.reserve)},
     )
     first_s, last_s = case.flood_s, 2 * case.flood_s
     records = [r for r in simulate(workload, options).records if first_s <= r.request.arrival_s < last_s]

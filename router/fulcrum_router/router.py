@@ -97,7 +97,8 @@ class Router:
         self.journeys.admission.limit_waits(
             priorities if waits_in_engines else (), ttft_s=min(tier.slo.ttft_s for tier in tiers)
         )
-        self.journeys.tier_reserve.set_fractions({tier.name: tier.reserved for tier in tiers})
+        self.journeys.tier_reserve.set_reserves({tier.name: tier.reserve for tier in tiers})
+        self.journeys.waiting_room.set_weights({tier.name: tier.weight for tier in tiers})
         self.journeys.admission.mode = settings.admission
         self.journeys.rate_limits.set_limits(
             {tier.name: tier.tokens_per_minute for tier in tiers if tier.tokens_per_minute is not None}

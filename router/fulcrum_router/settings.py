@@ -14,6 +14,7 @@ from fulcrum_core.api.router import AuthSpec, TimeoutsSpec
 from fulcrum_core.networks import Network, parse_network
 from fulcrum_core.values import AdmissionMode, AutoscalingMode, DispatchMode, FlipPolicy, Slo
 from fulcrum_router.policy.admission import DEFAULT_TIER_ADMISSION, TierAdmission
+from fulcrum_router.policy.tier_reserve import NO_RESERVE, Reserve
 
 DEFAULT_TIER = "default"
 """Name of the tier of all requests that no other tier applies to; its SLO is the service's own."""
@@ -30,8 +31,10 @@ class Tier:
     admission: TierAdmission = DEFAULT_TIER_ADMISSION
     tokens_per_minute: int | None = None
     """Rate limit of each tenant; None: none."""
-    reserved: float = 0.0
-    """Fraction of the prefill instances and of the decode KV cache that is kept for it."""
+    reserve: Reserve = NO_RESERVE
+    """What is kept for it."""
+    weight: float = 1.0
+    """Its share among the tiers of its priority."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +166,8 @@ def _resolve_tier(tier: QoSTier, slo: Slo) -> Tier:
         -tier.spec.priority,
         _resolve_admission(tier.spec),
         None if limit is None else limit.tokens_per_minute,
-        tier.spec.reserved_fraction,
+        Reserve(tier.spec.reserved_fraction, tier.spec.reclaim_within or math.inf),
+        tier.spec.weight,
     )
 
 

@@ -39,7 +39,7 @@ class Request:
         hall.left = self
         hall.room.leave(self)
         self.account = open_account(self.prompt_tokens, output_tokens=self.predicted)
-        charge = hall.room.charge(self.account, priority=self.priority, tenant=self.tenant)
+        charge = hall.room.charge(self.account, priority=self.priority, tenant=self.tenant, tier=self.tier)
         hall.in_flight.append((charge, self))
         return LeaveResult.LEFT
 

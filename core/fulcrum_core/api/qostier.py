@@ -108,8 +108,20 @@ class RateLimitSpec(ApiModel):
     )
 
 
+NO_RESERVE_MESSAGE = "has reclaimWithin, which has no effect: it needs a reservedFraction above 0"
+
+
 class QoSTierSpec(ApiModel):
     """Priority, objectives and tenants of a tier."""
+
+    model_config = ConfigDict(
+        json_schema_extra=cel_rules(
+            (
+                "!has(self.reclaimWithin) || has(self.reservedFraction) && self.reservedFraction > 0.0",
+                NO_RESERVE_MESSAGE,
+            ),
+        )
+    )
 
     priority: StrictInt = Field(
         default=0,
@@ -128,6 +140,22 @@ class QoSTierSpec(ApiModel):
         "requests, and of the decode KV cache that lower tiers leave free. It has no effect unless requests "
         "wait in the router (router.dispatch.mode Queue). The tiers of a service can reserve 1 in all "
         "(default 0).",
+    )
+    reclaim_within: Duration | None = Field(
+        default=None,
+        gt=0,
+        le=3600,
+        description="While the tier sends no requests, lower tiers may use its decode KV cache only for "
+        "answers that are expected to end within this time, since a running answer cannot be interrupted. "
+        "It needs reservedFraction (default: all answers may).",
+    )
+    weight: StrictFloat = Field(
+        default=1.0,
+        ge=0.01,
+        le=100.0,
+        description="Share of the tier in the service that the tiers of its priority get while requests of "
+        "several of them wait in the router (router.dispatch.mode Queue), by weighted tokens: a tier with "
+        "weight 2 gets twice as much as one with weight 1 (default 1).",
     )
     sheddable: StrictBool = Field(
         default=True,
@@ -148,6 +176,12 @@ class QoSTierSpec(ApiModel):
         default_factory=TierMatchSpec,
         description="Whose requests belong to the tier (default: those that name it in x-customer-tier).",
     )
+
+    @model_validator(mode="after")
+    def _check_reserve(self) -> Self:
+        if self.reclaim_within is not None and not self.reserved_fraction:
+            raise ValueError(NO_RESERVE_MESSAGE)
+        return self
 
 
 class QoSTier(Resource):

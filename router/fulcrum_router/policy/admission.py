@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 from fulcrum_core.values import AdmissionMode, OverloadAction
 from fulcrum_router.policy.candidates import InstanceView
-from fulcrum_router.policy.decode_share import KV_SHARE, MAX_REQUEST_SHARE, STEP_SHARE
+from fulcrum_router.policy.decode_share import MAX_REQUEST_SHARE, STEP_SHARE, find_kv_share
 from fulcrum_router.policy.dispatch import KV_FULL
 from fulcrum_router.policy.forecast_errors import ForecastErrors
 from fulcrum_router.policy.pair_record import TransferDelay
@@ -121,6 +121,20 @@ class Forecast(NamedTuple):
 
 UNKNOWN_FORECAST = Forecast(0.0, 0.0, 0.0, 0.0)
 """No instance serves."""
+
+
+class ReserveView(NamedTuple):
+    """What reserves mean for one request."""
+
+    own_instances: int = 0
+    """Prefill instances that its tier has reserved."""
+    own_backlog_s: float = 0.0
+    """Prefill work of its tier that waits in the router and goes before it."""
+    kept_decode: float = 0.0
+    """Share of the KV cache that other tiers keep for themselves."""
+
+
+NO_RESERVE_VIEW = ReserveView()
 
 
 class TierAdmission(NamedTuple):
@@ -214,11 +228,12 @@ def predict_admission(
     output_tokens_in_decode: float,
     delays: Mapping[str, TransferDelay],
     leaves_room: bool,
+    reserve: ReserveView = NO_RESERVE_VIEW,
 ) -> Forecast:
     """Predict what a request would meet.
 
     Args:
-        prefill: Instances that can compute its prompt, at least one.
+        prefill: Instances that can compute its prompt, at least one; not those kept for other tiers.
         decode: Instances that can decode it.
         work: The request.
         now_s: Time on the monotonic clock.
@@ -228,9 +243,15 @@ def predict_admission(
         output_tokens_in_decode: Mean final output of the requests in decode at one time.
         delays: Least time of a KV transfer by prefill instance.
         leaves_room: Whether its tier leaves room in decode to higher ones.
+        reserve: The reserves of its tier and of others. A tier with a reserve waits for its own work on
+            its own instances at most.
     """
     tokens = work.prompt_tokens
     soonest_s, least_s = _predict_prefill(prefill, work, now_s=now_s, backlog_s=backlog_s, delays=delays)
+    if backlog_s and reserve.own_instances:
+        idle_in_s = min(instance.ledger.remaining_s(now_s) for instance in prefill)
+        own_s = idle_in_s + reserve.own_backlog_s / reserve.own_instances
+        soonest_s = min(soonest_s, least_s + own_s)
     start_s = min((i.ledger.remaining_s(now_s) + i.decode_model.itl_s(tokens) for i in decode), default=0.0)
     step_s = min((i.decode_model.itl_s(tokens) for i in decode), default=0.0)
     waiting_tokens = backlog_s / least_s * tokens if least_s else 0.0
@@ -242,7 +263,7 @@ def predict_admission(
         mean_output_tokens=mean_output_tokens,
         output_tokens_in_decode=output_tokens_in_decode,
         after_s=soonest_s,
-        leaves_room=leaves_room,
+        kv_share=find_kv_share(reserve.kept_decode) if leaves_room else None,
     )
     return Forecast(now_s - work.arrival_s + soonest_s + start_s, least_s + step_s, load, stay_s)
 
@@ -287,10 +308,10 @@ def _predict_decode_load(
     mean_output_tokens: float,
     output_tokens_in_decode: float,
     after_s: float,
-    leaves_room: bool,
+    kv_share: float | None,
 ) -> tuple[float, float]:
     """Predict the load of decode `after_s` from now, and for how long those found there stay in all."""
-    limits = [_find_limit(instance, tpot_s, leaves_room=leaves_room) for instance in decode]
+    limits = [_find_limit(instance, tpot_s, kv_share) for instance in decode]
     limit = math.fsum(limits)
     if not decode or not math.isfinite(limit):
         return 0.0, 0.0
@@ -316,12 +337,15 @@ def _limit_tokens(tokens: Sequence[float], limits: Sequence[float]) -> list[floa
     return [min(n, most * limit) for n, limit in zip(tokens, limits, strict=True)]
 
 
-def _find_limit(instance: InstanceView, tpot_s: float, *, leaves_room: bool) -> float:
-    """Tokens that an instance can decode; an objective that even an empty step misses limits nothing."""
+def _find_limit(instance: InstanceView, tpot_s: float, kv_share: float | None) -> float:
+    """Tokens that an instance can decode; an objective that even an empty step misses limits nothing.
+
+    `kv_share`: share of the KV cache that the tier may fill; None: it is the highest tier.
+    """
     step = instance.decode_model.max_tokens(tpot_s) or math.inf
     capacity = instance.kv_capacity_tokens or math.inf
-    if leaves_room:
-        return min(STEP_SHARE * step, KV_SHARE * capacity)
+    if kv_share is not None:
+        return min(STEP_SHARE * step, kv_share * capacity)
     return min(step, KV_FULL * capacity)
 
 

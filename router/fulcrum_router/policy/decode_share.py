@@ -59,7 +59,7 @@ class DecodeShare:
             return False
         known = False
         for instance in decode:
-            if self._has_room(instance, tokens, min(KV_SHARE, 1.0 - kept)):
+            if self._has_room(instance, tokens, find_kv_share(kept)):
                 return False
             known = True
         return known
@@ -74,6 +74,11 @@ class DecodeShare:
             return False
         limit = STEP_SHARE * instance.decode_model.max_tokens(self.tpot_s)
         return not limit or _fits(in_use, tokens, limit)
+
+
+def find_kv_share(kept: float) -> float:
+    """Share of the KV cache that lower tiers may fill while other tiers keep a share for themselves."""
+    return min(KV_SHARE, 1.0 - kept)
 
 
 def _fits(in_use: float, tokens: float, limit: float) -> bool:

@@ -8,9 +8,9 @@ until the round ends, so that others of their level come to their turn. Each rou
 wait for decode (`Level.held`).
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
-from fulcrum_router.policy.waiting_lines import Level, Line, WaitingRequest, choose_level
+from fulcrum_router.policy.waiting_lines import Level, Line, WaitingRequest
 
 MAX_HELD_LINES = 16
 """Tenants of one tier that are held before its others are not asked: asking 10,000 would stop the router."""
@@ -39,7 +39,7 @@ class LeavingRound:
             levels: All levels, by descending priority.
             departed_s: Prefill work of all requests that have left for an instance, in seconds.
         """
-        level = choose_level(levels, departed_s, self._full, self._blocked)
+        level = _choose_level(levels, departed_s, self._full, self._blocked)
         line = None if level is None else level.find_first(self._full.get(level, ()), self._blocked)
         request = None if line is None else line.find_next(self._blocked)
         if level is None or request is None:
@@ -68,5 +68,27 @@ class LeavingRound:
     def end(self) -> None:
         """Put the lines that were set aside back into the order of their levels."""
         for level, line in self._set_aside:
-            if level.lines.get(line.tenant) is line:
-                level.enqueue(line.tenant)
+            if level.lines.get(line.key) is line:
+                level.enqueue(line)
+
+
+def _choose_level(
+    levels: Sequence[Level],
+    departed_s: float,
+    passed_over: Mapping[Level, Collection[str]],
+    blocked: Collection[Hashable],
+) -> Level | None:
+    """The level whose turn is next, of `levels` by descending priority; None if no request waits.
+
+    Of the lower levels that are due, the one that has been due for longest. `passed_over` names tiers of a
+    level that are not asked, `blocked` exclusions.
+    """
+    highest = due = None
+    for level in levels:
+        if level.find_first(passed_over.get(level, ()), blocked) is None:
+            continue
+        if highest is None:
+            highest = level
+        elif level.due_at_s <= departed_s and (due is None or level.due_at_s < due.due_at_s):
+            due = level
+    return due or highest

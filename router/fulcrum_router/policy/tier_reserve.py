@@ -8,13 +8,15 @@ now; one instance at least is for everybody. Which instances these are is not fi
 are spare.
 
 The reserve is lent while it is idle: short prompts always use it, and all prompts do when the tier has sent
-no request for `IDLE_S`. Then it is back with the next dispatch. In decode, the other tiers leave at least the
-fraction of the KV cache free (`decode_share`).
+no request for `IDLE_S`. Then it is back with the next dispatch. In decode, the lower tiers leave at least the
+fraction of the KV cache free (`decode_share`). An answer that runs cannot be interrupted:
+so there the idle reserve is lent only to answers that are expected to end within `Reserve.reclaim_within_s`.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from fulcrum_router.policy.candidates import V
 
@@ -24,33 +26,49 @@ IDLE_S = 10.0
 """Time without a request after which the reserve of a tier is lent."""
 
 
+class Reserve(NamedTuple):
+    """What one tier reserves."""
+
+    fraction: float = 0.0
+    """Share of the prefill instances and of decode, 0 to 1."""
+    reclaim_within_s: float = math.inf
+    """Expected time in decode of the answers that the idle reserve is lent to, in seconds."""
+
+
+NO_RESERVE = Reserve()
+
+
 class TierReserve:
     """The reserves of one service, and which instances compute prompts of the tiers that have one."""
 
-    __slots__ = ("_computing", "_fractions", "_last_arrival_s")
+    __slots__ = ("_computing", "_last_arrival_s", "_reserves")
 
     def __init__(self) -> None:
-        self._fractions: dict[str, float] = {}
+        self._reserves: dict[str, Reserve] = {}
         self._computing: Counter[str] = Counter()
         """Prompts in flight of tiers with a reserve, by prefill instance."""
         self._last_arrival_s: dict[str, float] = {}
 
-    def set_fractions(self, fractions: Mapping[str, float]) -> None:
-        """Set the reserved fraction by tier. Those of a sum above 1 count in proportion."""
-        scale = max(1.0, math.fsum(fractions.values()))
-        self._fractions = {tier: fraction / scale for tier, fraction in fractions.items() if fraction > 0}
+    def set_reserves(self, reserves: Mapping[str, Reserve]) -> None:
+        """Set the reserves by tier. Fractions of a sum above 1 count in proportion."""
+        scale = max(1.0, math.fsum(reserve.fraction for reserve in reserves.values()))
+        self._reserves = {
+            tier: reserve._replace(fraction=reserve.fraction / scale)
+            for tier, reserve in reserves.items()
+            if reserve.fraction > 0
+        }
         self._last_arrival_s = {
-            tier: at_s for tier, at_s in self._last_arrival_s.items() if tier in self._fractions
+            tier: at_s for tier, at_s in self._last_arrival_s.items() if tier in self._reserves
         }
 
     def record_arrival(self, tier: str, now_s: float) -> None:
         """A request of a tier arrived, which takes its reserve back."""
-        if tier in self._fractions:
+        if tier in self._reserves:
             self._last_arrival_s[tier] = now_s
 
     def begin(self, tier: str, instance: str) -> bool:
         """Count a prompt that an instance gets; False: its tier has no reserve, and nothing is counted."""
-        if tier not in self._fractions:
+        if tier not in self._reserves:
             return False
         self._computing[instance] += 1
         return True
@@ -63,24 +81,59 @@ class TierReserve:
 
     def list_fractions(self, now_s: float) -> Iterator[tuple[str, float, float]]:
         """Yield each tier with a reserve, the fraction that is kept for it now, and the one that it lends."""
-        for tier, fraction in self._fractions.items():
-            kept = fraction if self._last_arrival_s.get(tier, -math.inf) >= now_s - IDLE_S else 0.0
-            yield tier, kept, fraction - kept
+        for tier, reserve in self._reserves.items():
+            kept = reserve.fraction if self._is_used(tier, now_s) else 0.0
+            yield tier, kept, reserve.fraction - kept
 
-    def find_kept_fraction(self, tier: str, now_s: float) -> float:
-        """The fraction that other tiers than this one have reserved and do not lend now."""
-        if not self._fractions:
+    def _is_used(self, tier: str, now_s: float) -> bool:
+        return self._last_arrival_s.get(tier, -math.inf) >= now_s - IDLE_S
+
+    def find_kept_prefill(self, tier: str, now_s: float) -> float:
+        """The fraction of prefill that other tiers than this one have reserved and do not lend now."""
+        if not self._reserves:
             return 0.0
         return math.fsum(kept for other, kept, _ in self.list_fractions(now_s) if other != tier)
+
+    def find_kept_decode(self, tier: str, *, stay_s: float, now_s: float) -> float:
+        """The fraction of decode that others do not lend to an answer that is expected to take `stay_s`."""
+        return math.fsum(
+            reserve.fraction
+            for other, reserve in self._reserves.items()
+            if other != tier and (stay_s > reserve.reclaim_within_s or self._is_used(other, now_s))
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no tier has a reserve."""
+        return not self._reserves
+
+    def count_own(self, tier: str, instances: int) -> int:
+        """How many of so many prefill instances a tier has reserved for itself."""
+        reserve = self._reserves.get(tier)
+        return 0 if reserve is None else _count_kept(reserve.fraction, instances)
+
+    def list_left(self, instances: tuple[V, ...], tier: str, *, tokens: int, now_s: float) -> tuple[V, ...]:
+        """The prefill instances that the reserves of others leave to a prompt of a tier.
+
+        Reserved are those that compute for a tier with a reserve, and then those with the least work. A
+        prompt that leaves an idle instance spare may use all.
+        """
+        wanted = _count_kept(self.find_kept_prefill(tier, now_s), len(instances))
+        if not wanted or instances[0].prefill_model.ttft_s(tokens) <= SPARE_S:
+            return instances
+        in_order = sorted(
+            instances, key=lambda i: (i.name not in self._computing, i.ledger.remaining_s(now_s))
+        )
+        return tuple(in_order[wanted:])
 
     def list_kept(self, instances: Sequence[V], tier: str, *, tokens: int, now_s: float) -> tuple[str, ...]:
         """Names of those prefill instances, of `instances`, that a prompt of `tokens` must leave to other
         tiers."""
-        fraction = self.find_kept_fraction(tier, now_s)
+        fraction = self.find_kept_prefill(tier, now_s)
         if not fraction:
             return ()
         in_use = sum(instance.name in self._computing for instance in instances)
-        wanted = min(math.ceil(fraction * len(instances)), len(instances) - 1) - in_use
+        wanted = _count_kept(fraction, len(instances)) - in_use
         if wanted <= 0:
             return ()
         left_s = {instance.name: instance.ledger.remaining_s(now_s) for instance in instances}
@@ -91,3 +144,8 @@ class TierReserve:
             if left_s[instance.name] + instance.prefill_model.ttft_s(tokens) > SPARE_S
             and len(spare) - (instance.name in spare) < wanted
         )
+
+
+def _count_kept(fraction: float, instances: int) -> int:
+    """Prefill instances that a fraction keeps: rounded up, and one is for everybody."""
+    return max(0, min(math.ceil(fraction * instances), instances - 1))

@@ -11,17 +11,18 @@ The share is one of prefill work. While decode has no room for the next request 
 *held*: other tenants pass it, also those of lower levels. After it has been held for `MAX_HOLD_S`, its next
 request leaves at its turn even if decode has no room; in a level, at most one request does so in that time.
 
-In a level, the tenant with the least virtual token counter goes first (`token_counters`). Of one tenant, the
-request with the earliest deadline leaves first. A request that no instance can serve in time any more is
-*late*. The tenant's other requests pass it: it has missed its objective in any case, and behind it they would
-miss theirs. Late requests leave in the order of arrival: when the tenant has no other waiting request, and as
-every `LATE_EVERY`-th request of the tenant, so that none of them waits for ever.
+In a level, the tier with the least virtual token counter goes first; the tokens of a tier are divided by its
+weight. In the tier, the tenant with the least counter goes first (`token_counters`), and of one tenant the
+request with the earliest deadline. A request that no instance can serve in time any more is *late*. The
+tenant's other requests pass it: it has missed its objective already, and behind it they would miss theirs.
+Late requests leave in the order of arrival: when the tenant has no other waiting request, and as every
+`LATE_EVERY`-th request of the tenant, so that none of them waits for ever.
 """
 
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from enum import Enum
 from typing import Protocol
 
@@ -149,8 +150,12 @@ class _Row:
         return self.late, (waiter.arrival_s, request.number, request)
 
 
+LineKey = tuple[str, str]
+"""Tenant and tier."""
+
+
 class Line:
-    """The requests of one tenant in one level."""
+    """The requests of one tenant in one tier."""
 
     __slots__ = (
         "_late_turn",
@@ -159,6 +164,7 @@ class Line:
         "held_since_s",
         "in_time_prefill_s",
         "is_aside",
+        "key",
         "number",
         "tenant",
         "tier",
@@ -167,7 +173,7 @@ class Line:
     def __init__(self, tenant: str, tier: str) -> None:
         self.tenant = tenant
         self.tier = tier
-        """Tier of the request that opened the line; few tenants have several tiers of one priority."""
+        self.key = tenant, tier
         self.count = 0
         self.in_time_prefill_s = 0.0
         """Work of prefill instances that its requests in time bring, in seconds."""
@@ -236,7 +242,22 @@ class Line:
         self.held_since_s = None
 
 
-_TenantHeap = list[tuple[float, int, str]]
+_LinePlace = tuple[float, int, str]
+"""Counter of the tenant, number of the line, tenant."""
+_TenantHeap = list[_LinePlace]
+
+
+class _TierLines:
+    """What a level knows of one of its tiers."""
+
+    __slots__ = ("counters", "in_time_prefill_s", "tenants")
+
+    def __init__(self) -> None:
+        self.counters = TokenCounters()
+        """Counters of its tenants."""
+        self.tenants: set[str] = set()
+        """Tenants whose requests wait."""
+        self.in_time_prefill_s = 0.0
 
 
 class Level:
@@ -246,7 +267,7 @@ class Level:
         "_heaps",
         "_lengths",
         "_next_number",
-        "counters",
+        "_tiers",
         "due_at_s",
         "held",
         "in_time_prefill_s",
@@ -254,13 +275,19 @@ class Level:
         "passed_hold_s",
         "prefill_s",
         "priority",
+        "tier_counters",
         "ttft_s",
+        "weights",
     )
 
-    def __init__(self, priority: int) -> None:
+    def __init__(self, priority: int, weights: Mapping[str, float]) -> None:
         self.priority = priority
-        self.counters = TokenCounters()
-        self.lines: dict[str, Line] = {}
+        self.weights = weights
+        """By tier, where they are not 1."""
+        self.tier_counters = TokenCounters()
+        """Counters of the tiers, of tokens divided by their weights."""
+        self._tiers: dict[str, _TierLines] = {}
+        self.lines: dict[LineKey, Line] = {}
         """Lines of the tenants that have waiting requests."""
         self.due_at_s = 0.0
         """Prefill work that has left the room, at which this level may go before higher ones."""
@@ -276,25 +303,45 @@ class Level:
         """Tenants by counter, by the tier of their lines and the exclusions of the requests there. May hold
         outdated entries, which are dropped when they come to the top.
         """
-        self._lengths: list[tuple[int, str]] = []
-        """Requests and tenant of each line, sorted."""
+        self._lengths: list[tuple[int, LineKey]] = []
+        """Requests and key of each line, sorted."""
         self._next_number = 0
 
     def open_line(self, tenant: str, tier: str, *, departed_s: float, work_s: float) -> Line:
         """The line of a tenant. A new line raises the tenant's counter to that of the waiting tenants."""
-        line = self.lines.get(tenant)
+        line = self.lines.get((tenant, tier))
         if line is None:
             if not self.lines:
                 self.due_at_s = max(self.due_at_s, departed_s + AGEING_FACTOR * work_s)
-            self._raise_counter(tenant)
-            line = self.lines[tenant] = Line(tenant, tier)
-            self.enqueue(tenant)
-            self.counters.forget_idle(self.lines)
+            self._raise_counters(tenant, tier)
+            line = self.lines[tenant, tier] = Line(tenant, tier)
+            self._find_tier(tier).tenants.add(tenant)
+            self.enqueue(line)
+            self._forget_idle(tier)
         return line
 
-    def _raise_counter(self, tenant: str) -> None:
-        first = self.find_first()
-        self.counters.raise_to_waiting(tenant, None if first is None else self.counters[first.tenant])
+    def _find_tier(self, tier: str) -> _TierLines:
+        found = self._tiers.get(tier)
+        if found is None:
+            found = self._tiers[tier] = _TierLines()
+        return found
+
+    def find_counters(self, tier: str) -> TokenCounters:
+        """The counters of the tenants of a tier."""
+        return self._find_tier(tier).counters
+
+    def find_backlog_s(self, tier: str) -> float:
+        """Prefill work of the requests of a tier that wait and are in time, in seconds."""
+        return self._find_tier(tier).in_time_prefill_s
+
+    def _raise_counters(self, tenant: str, tier: str) -> None:
+        """Raise the counters of a tenant that begins to wait, and of its tier if nobody of it waits."""
+        firsts = self._find_first_of_tiers((), ())
+        own = firsts.pop(tier, None)
+        self.find_counters(tier).raise_to_waiting(tenant, None if own is None else own[0])
+        if own is None:
+            least = min((self.tier_counters[other] for other in firsts), default=None)
+            self.tier_counters.raise_to_waiting(tier, least)
 
     def add(self, request: WaitingRequest) -> None:
         """Add a request to its line."""
@@ -310,28 +357,33 @@ class Level:
         self._resize(line, line.count - 1)
         if line.count:
             return
-        del self.lines[line.tenant]
+        del self.lines[line.key]
+        self._find_tier(line.tier).tenants.discard(line.tenant)
         self.held.pop(line, None)
         if not self.lines:
             self.in_time_prefill_s, self.prefill_s = 0.0, 0.0
+            for tier in self._tiers.values():
+                tier.in_time_prefill_s = 0.0
 
     def _resize(self, line: Line, count: int) -> None:
-        lengths, tenant = self._lengths, line.tenant
+        lengths, key = self._lengths, line.key
         if line.count:
-            del lengths[bisect_left(lengths, (line.count, tenant))]
+            del lengths[bisect_left(lengths, (line.count, key))]
         line.count = count
         if count:
-            insort(lengths, (count, tenant))
+            insort(lengths, (count, key))
 
     def add_in_time(self, line: Line, prefill_s: float) -> None:
         """Add work of a request in time; less than 0: it left, or is late now."""
         self.in_time_prefill_s = max(0.0, self.in_time_prefill_s + prefill_s)
         line.in_time_prefill_s = max(0.0, line.in_time_prefill_s + prefill_s)
+        tier = self._find_tier(line.tier)
+        tier.in_time_prefill_s = max(0.0, tier.in_time_prefill_s + prefill_s)
 
     def hold_further(self, lines: Iterable[Line], tier: str) -> None:
         """Count as held the lines of a tier that are not asked in this round, if they are still open."""
         self.held.update(
-            (line, None) for line in lines if line.tier == tier and self.lines.get(line.tenant) is line
+            (line, None) for line in lines if line.tier == tier and self.lines.get(line.key) is line
         )
 
     @property
@@ -340,17 +392,28 @@ class Level:
         return max(0.0, self.in_time_prefill_s - sum(line.in_time_prefill_s for line in self.held))
 
     def find_longest(self) -> Line | None:
-        """The line with the most requests, of several the last tenant by name; None if no request waits."""
+        """The line with the most requests, of several the last by tenant; None if no request waits."""
         return self.lines[self._lengths[-1][1]] if self._lengths else None
 
     def find_first(
         self, passed_over: Collection[str] = (), blocked: Collection[Hashable] = ()
     ) -> Line | None:
-        """The line of the tenant with the least counter; None if all are set aside, passed over or blocked.
+        """The line whose turn is next; None if all are set aside, passed over or blocked.
 
         `passed_over` names tiers. A line is blocked if all its requests have an exclusion in `blocked`.
         """
-        first: tuple[float, int, str] | None = None
+        firsts = self._find_first_of_tiers(passed_over, blocked)
+        if len(firsts) > 1:
+            counters = self.tier_counters
+            tier = min(firsts, key=lambda name: (counters[name], firsts[name][1]))
+            return self.lines[firsts[tier][2], tier]
+        return next((self.lines[place[2], tier] for tier, place in firsts.items()), None)
+
+    def _find_first_of_tiers(
+        self, passed_over: Collection[str], blocked: Collection[Hashable]
+    ) -> dict[str, _LinePlace]:
+        """The first line of each tier."""
+        firsts: dict[str, _LinePlace] = {}
         for key in list(self._heaps):
             tier, exclusion = key
             if tier in passed_over or exclusion in blocked:
@@ -358,11 +421,11 @@ class Level:
             found = self._tidy(self._heaps[key], tier, exclusion)
             if found is None:
                 del self._heaps[key]
-            elif first is None or found < first:
-                first = found
-        return None if first is None else self.lines[first[2]]
+            elif tier not in firsts or found < firsts[tier]:
+                firsts[tier] = found
+        return firsts
 
-    def _tidy(self, heap: _TenantHeap, tier: str, exclusion: Hashable) -> tuple[float, int, str] | None:
+    def _tidy(self, heap: _TenantHeap, tier: str, exclusion: Hashable) -> _LinePlace | None:
         """Drop outdated entries from the top of a heap; the first of the others."""
         while heap:
             if self._is_current(heap[0], tier, exclusion):
@@ -370,21 +433,20 @@ class Level:
             heapq.heappop(heap)
         return None
 
-    def _is_current(self, entry: tuple[float, int, str], tier: str, exclusion: Hashable) -> bool:
+    def _is_current(self, entry: _LinePlace, tier: str, exclusion: Hashable) -> bool:
         counter, _, tenant = entry
-        line = self.lines.get(tenant)
-        if line is None or line.is_aside or line.tier != tier or exclusion not in line.exclusions:
+        line = self.lines.get((tenant, tier))
+        if line is None or line.is_aside or exclusion not in line.exclusions:
             return False
-        return self.counters[tenant] == counter
+        return self.find_counters(tier)[tenant] == counter
 
     def is_held_for_long(self, line: Line, now_s: float) -> bool:
         """Whether the next request of a line leaves even if decode has no room for it."""
         since_s = line.held_since_s
         return since_s is not None and now_s >= max(since_s, self.passed_hold_s) + MAX_HOLD_S
 
-    def enqueue(self, tenant: str) -> None:
-        """Order a tenant that waits by its present counter."""
-        line = self.lines[tenant]
+    def enqueue(self, line: Line) -> None:
+        """Order a line by the present counter of its tenant."""
         line.number, self._next_number = self._next_number, self._next_number + 1
         line.is_aside = False
         for exclusion in line.exclusions:
@@ -395,48 +457,35 @@ class Level:
         if len(heap) > 4 * len(self.lines) + 64:
             heap[:] = [entry for entry in heap if self._is_current(entry, line.tier, exclusion)]
             heapq.heapify(heap)
-        heapq.heappush(heap, (self.counters[line.tenant], line.number, line.tenant))
+        counter = self.find_counters(line.tier)[line.tenant]
+        heapq.heappush(heap, (counter, line.number, line.tenant))
 
-    def serve(self, tenant: str, tokens: float) -> None:
+    def serve(self, tenant: str, tier: str, tokens: float) -> None:
         """Charge a request that leaves, or goes to an instance without waiting."""
-        if tenant not in self.lines:
-            self._raise_counter(tenant)
-        self.counters.serve(tenant, tokens)
-        self._reorder(tenant)
+        if (tenant, tier) not in self.lines:
+            self._raise_counters(tenant, tier)
+        self.find_counters(tier).serve(tenant, tokens)
+        self.tier_counters.serve(tier, tokens / self.weights.get(tier, 1.0))
+        self._reorder(tenant, tier)
 
-    def correct(self, tenant: str, tokens: float) -> None:
+    def correct(self, tenant: str, tier: str, tokens: float) -> None:
         """Charge tokens that were not predicted; less than 0: give back."""
-        self.counters.charge(tenant, tokens)
-        self._reorder(tenant)
+        self.find_counters(tier).charge(tenant, tokens)
+        self.tier_counters.charge(tier, tokens / self.weights.get(tier, 1.0))
+        self._reorder(tenant, tier)
 
-    def _reorder(self, tenant: str) -> None:
-        if tenant in self.lines:
-            self.enqueue(tenant)
+    def _reorder(self, tenant: str, tier: str) -> None:
+        line = self.lines.get((tenant, tier))
+        if line is not None:
+            self.enqueue(line)
         else:
-            self.counters.forget_idle(self.lines)
+            self._forget_idle(tier)
+
+    def _forget_idle(self, tier: str) -> None:
+        """Forget tenants that do not wait, if there are too many."""
+        lines = self._find_tier(tier)
+        lines.counters.forget_idle(lines.tenants)
 
     def record_departure(self, departed_s: float, work_s: float) -> None:
         """A request of this level left, and `departed_s` of work with it."""
         self.due_at_s = departed_s + AGEING_FACTOR * (work_s if work_s < math.inf else 0.0)
-
-
-def choose_level(
-    levels: Sequence[Level],
-    departed_s: float,
-    passed_over: Mapping[Level, Collection[str]],
-    blocked: Collection[Hashable],
-) -> Level | None:
-    """The level whose turn is next, of `levels` by descending priority; None if no request waits.
-
-    Of the lower levels that are due, the one that has been due for longest. `passed_over` names tiers of a
-    level that are not asked, `blocked` exclusions.
-    """
-    highest = due = None
-    for level in levels:
-        if level.find_first(passed_over.get(level, ()), blocked) is None:
-            continue
-        if highest is None:
-            highest = level
-        elif level.due_at_s <= departed_s and (due is None or level.due_at_s < due.due_at_s):
-            due = level
-    return due or highest

@@ -13,7 +13,7 @@ request of the lowest level give way to a more important one.
 
 import heapq
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
 from fulcrum_router.policy.leaving_round import LeavingRound
 from fulcrum_router.policy.token_account import TokenAccount, Tokens
@@ -61,6 +61,7 @@ class WaitingRoom:
         "open_charges",
         "prefill_ahead_s",
         "prefill_s",
+        "weights",
     )
 
     def __init__(self, *, prefill_ahead_s: float = math.inf, max_requests: int = MAX_REQUESTS) -> None:
@@ -77,6 +78,8 @@ class WaitingRoom:
         self._exclusions: dict[Hashable, int] = {}
         """How many of the requests that wait have each exclusion."""
         self.members: dict[Waiter, WaitingRequest] = {}
+        self.weights: dict[str, float] = {}
+        """Weights of the tiers in their levels, where they are not 1."""
         self.open_charges: dict[Charge, None] = {}
         """Charges of the requests in flight."""
         self._next_number = 0
@@ -112,6 +115,11 @@ class WaitingRoom:
         """Whether a request of this priority waits for room in decode: newcomers do not pass it at once."""
         return bool(self._find_level(priority).held)
 
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Set the weights of the tiers in their levels."""
+        self.weights.clear()
+        self.weights.update((tier, weight) for tier, weight in weights.items() if weight != 1.0)
+
     def find_backlog_s(self, priority: int, *, with_late: bool = False) -> float:
         """Prefill time of the requests that go before one of this priority that joins, in seconds.
 
@@ -125,9 +133,17 @@ class WaitingRoom:
             return higher_s
         return higher_s + (own.prefill_s if with_late else own.in_time_prefill_s)
 
-    def find_counters(self, priority: int) -> TokenCounters:
-        """The virtual token counters of the tenants in tiers of this priority."""
-        return self._find_level(priority).counters
+    def find_tier_backlog_s(self, priority: int, tier: str) -> float:
+        """Prefill time of the requests in time of one tier of this priority, in seconds."""
+        return self._find_level(priority).find_backlog_s(tier)
+
+    def find_counters(self, priority: int, tier: str) -> TokenCounters:
+        """The virtual token counters of the tenants in a tier of this priority."""
+        return self._find_level(priority).find_counters(tier)
+
+    def find_tier_counters(self, priority: int) -> TokenCounters:
+        """The virtual token counters of the tiers of this priority."""
+        return self._find_level(priority).tier_counters
 
     def join(
         self,
@@ -228,9 +244,9 @@ class WaitingRoom:
         finally:
             self._is_busy = False
 
-    def charge(self, account: TokenAccount, *, priority: int, tenant: str) -> "Charge":
+    def charge(self, account: TokenAccount, *, priority: int, tenant: str, tier: str) -> "Charge":
         """Charge a tenant for a request that goes to an instance, with the output that is expected."""
-        charge = Charge(self._find_level(priority), tenant, account)
+        charge = Charge(self._find_level(priority), tenant, tier, account)
         self.open_charges[charge] = None
         return charge
 
@@ -291,7 +307,7 @@ class WaitingRoom:
         if lowest is None or longest is None or lowest.priority > newcomer.priority:
             return False
         if lowest.priority == newcomer.priority:
-            own = lowest.lines.get(newcomer.tenant)
+            own = lowest.lines.get((newcomer.tenant, newcomer.tier))
             if longest.count <= 1 + (0 if own is None else own.count):
                 return False
         longest.find_last().give_way()
@@ -300,20 +316,20 @@ class WaitingRoom:
     def _find_level(self, priority: int) -> Level:
         level = self._levels.get(priority)
         if level is None:
-            level = self._levels[priority] = Level(priority)
+            level = self._levels[priority] = Level(priority, self.weights)
             self._levels_in_order = sorted(self._levels.values(), key=lambda one: -one.priority)
         return level
 
 
 class Charge:
-    """What the counter of a tenant was charged for one request, corrected as tokens are counted."""
+    """What a tenant and its tier were charged for one request, corrected as tokens are counted."""
 
-    __slots__ = ("_account", "_charged", "_level", "_tenant")
+    __slots__ = ("_account", "_charged", "_level", "_tenant", "_tier")
 
-    def __init__(self, level: Level, tenant: str, account: TokenAccount) -> None:
-        self._level, self._tenant, self._account = level, tenant, account
+    def __init__(self, level: Level, tenant: str, tier: str, account: TokenAccount) -> None:
+        self._level, self._tenant, self._tier, self._account = level, tenant, tier, account
         self._charged = account.weigh_due(INPUT_WEIGHT, OUTPUT_WEIGHT)
-        level.serve(tenant, self._charged)
+        level.serve(tenant, tier, self._charged)
 
     def update(self) -> None:
         """Charge output beyond the expectation, and the prompt as an engine counted it."""
@@ -327,4 +343,4 @@ class Charge:
 
     def _correct(self, charged: float) -> None:
         change, self._charged = charged - self._charged, charged
-        self._level.correct(self._tenant, change)
+        self._level.correct(self._tenant, self._tier, change)

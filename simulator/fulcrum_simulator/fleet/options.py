@@ -11,6 +11,7 @@ from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import EngineProfile
 from fulcrum_core.values import AdmissionMode, DispatchMode, OverloadAction, Slo
 from fulcrum_router.policy.admission import DEFAULT_TIER_ADMISSION, TierAdmission
+from fulcrum_router.policy.tier_reserve import Reserve
 from fulcrum_simulator.fleet.stepped_engine import LOOKAHEAD_STEPS
 
 BEST_STATIC = "static:best"
@@ -188,7 +189,8 @@ class RunOptions:
     """One run.
 
     Attributes:
-        reserved: Fraction of the instances that is reserved, by tier.
+        reserved: What is reserved, by tier.
+        weights: Weights by tier, where they are not 1.
         unscored_share: Share of the time of arrivals, from its start, whose requests are not scored.
         drain_s: Longest time after the last arrival; what runs then is unfinished.
         service: Settings of the simulated service, such as its thresholds; None: the default ones. Only the
@@ -203,7 +205,8 @@ class RunOptions:
     slo: Slo
     seed: int = 1
     control: ControlOptions = ControlOptions()
-    reserved: Mapping[str, float] = field(default_factory=dict)
+    reserved: Mapping[str, Reserve] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict)
     unscored_share: float = 0.1
     drain_s: float = 600.0
     service: PDServiceSpec | None = None

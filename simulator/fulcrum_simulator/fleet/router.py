@@ -21,6 +21,7 @@ from fulcrum_router.policy.admission import TierAdmission
 from fulcrum_router.policy.failures import Failure
 from fulcrum_router.policy.intervals import CANARY_IDLE_S, PROBE_INTERVAL_S
 from fulcrum_router.policy.journey import JourneyContext
+from fulcrum_router.policy.tier_reserve import Reserve
 from fulcrum_simulator.engine import (
     EngineRequest,
     ExportedKv,
@@ -71,7 +72,8 @@ class SimulatedRouter:
         prefill_ahead_s: float = math.inf,
         deflects: bool = False,
         priorities: Collection[int] = (),
-        reserved: Mapping[str, float] = MappingProxyType({}),
+        reserved: Mapping[str, Reserve] = MappingProxyType({}),
+        weights: Mapping[str, float] = MappingProxyType({}),
         admission: AdmissionMode = AdmissionMode.OFF,
         tiers: Mapping[str, TierAdmission] = MappingProxyType({}),
     ) -> None:
@@ -89,7 +91,8 @@ class SimulatedRouter:
         self._context = JourneyContext(self.fleet, TransferPairs())
         self._context.waiting_room.prefill_ahead_s, self._context.deflects = prefill_ahead_s, deflects
         self._context.decode_share.set_tiers(priorities, tpot_s=slo.tpot_s)
-        self._context.tier_reserve.set_fractions(reserved)
+        self._context.tier_reserve.set_reserves(reserved)
+        self._context.waiting_room.set_weights(weights)
         if prefill_ahead_s == math.inf:
             self._context.admission.limit_waits(priorities, ttft_s=slo.ttft_s)
         self._context.admission.mode, self._context.admission.tiers = admission, tiers

@@ -179,6 +179,7 @@ class _Simulation:
             deflects=options.policy.deflects,
             priorities={request.priority for request in self._workload},
             reserved=options.reserved,
+            weights=options.weights,
             admission=options.policy.admission,
             tiers={
                 tier: options.policy.tier_admission._replace(sheddable=tier not in options.unsheddable_tiers)

@@ -12,7 +12,12 @@ from fulcrum_core.api import KINDS, PDAssignment, PDInstance, PDService, QoSTier
 from fulcrum_core.api.crds import build_crd, render_crd
 from fulcrum_core.api.env import KEY_ARGUMENT_MESSAGE, TOKEN_ARGUMENT_MESSAGE, TOKEN_LITERAL_MESSAGE
 from fulcrum_core.api.pdservice import FLOORS_TOO_HIGH_MESSAGE, INVALID_NAME_MESSAGE
-from fulcrum_core.api.qostier import NO_OUTPUT_LIMIT_MESSAGE, NOT_DEGRADED_MESSAGE, NOT_QUEUED_MESSAGE
+from fulcrum_core.api.qostier import (
+    NO_OUTPUT_LIMIT_MESSAGE,
+    NO_RESERVE_MESSAGE,
+    NOT_DEGRADED_MESSAGE,
+    NOT_QUEUED_MESSAGE,
+)
 from fulcrum_core.api.router import NO_CALLER_MESSAGE
 
 JSON_SCHEMA_PROPS = {
@@ -218,6 +223,7 @@ def test_rules_between_fields_are_in_the_schema() -> None:
         "PDService.spec.router.auth": [NO_CALLER_MESSAGE],
         "PDService.spec.rollout": ["has maxSurge and maxUnavailable 0: nothing could be replaced"],
         "PDPool.spec.instances": ["min is greater than max"],
+        "QoSTier.spec": [NO_RESERVE_MESSAGE],
         "QoSTier.spec.admission": [NO_OUTPUT_LIMIT_MESSAGE, NOT_DEGRADED_MESSAGE, NOT_QUEUED_MESSAGE],
     }
 

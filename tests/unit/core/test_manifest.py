@@ -212,6 +212,14 @@ def test_invalid_spec_is_refused_in_one_line_with_path_value_and_rule(spec: str,
             id="a limit without Degrade",
         ),
         pytest.param(
+            "{reclaimWithin: 5s}",
+            "spec ({reclaimWithin: 5s}) has reclaimWithin, which has no effect: it needs a reservedFraction "
+            "above 0",
+            id="a time to reclaim nothing",
+        ),
+        pytest.param("{weight: -1}", "spec.weight (-1) is less than 0.01", id="a negative weight"),
+        pytest.param("{weight: heavy}", "spec.weight (heavy) is not a number", id="a weight in words"),
+        pytest.param(
             "{rateLimit: {tokensPerMinute: 0}}",
             "spec.rateLimit.tokensPerMinute (0) is less than 1000",
             id="no tokens",

@@ -7,6 +7,7 @@ import pytest
 from fulcrum_core.api import PDService, QoSTier
 from fulcrum_core.values import AdmissionMode, OverloadAction, Slo
 from fulcrum_router.policy.admission import TierAdmission
+from fulcrum_router.policy.tier_reserve import Reserve
 from fulcrum_router.router import Router
 from fulcrum_router.settings import Tier, resolve_settings
 
@@ -14,6 +15,8 @@ PREMIUM = {
     "priority": 10,
     "slo": {"ttft": "1s", "tpot": "40ms"},
     "reservedFraction": 0.25,
+    "reclaimWithin": "8s",
+    "weight": 3.0,
     "sheddable": False,
     "rateLimit": {"tokensPerMinute": 600_000},
     "admission": {"mode": "Queue", "maxQueueTime": "7s"},
@@ -32,7 +35,9 @@ def tier(name: str, **spec: Any) -> QoSTier:
 def test_each_field_of_a_tier_reaches_the_settings() -> None:
     settings = resolve_settings(service("premium"), [tier("premium", **PREMIUM)])
     admission = TierAdmission(sheddable=False, action=OverloadAction.QUEUE, max_queue_s=7.0)
-    assert settings.tiers["premium"] == Tier("premium", Slo(1.0, 0.04), -10, admission, 600_000, 0.25)
+    assert settings.tiers["premium"] == Tier(
+        "premium", Slo(1.0, 0.04), -10, admission, 600_000, Reserve(0.25, 8.0), 3.0
+    )
 
 
 def test_tiers_that_the_service_does_not_list_and_tiers_that_do_not_exist_are_left_out() -> None:
@@ -52,4 +57,4 @@ def test_a_configured_router_decides_by_the_settings() -> None:
     assert journeys.admission.tiers["premium"] == settings.tiers["premium"].admission
     assert list(journeys.tier_reserve.list_fractions(0.0)) == [("premium", 0.0, 0.25)]
     journeys.tier_reserve.record_arrival("premium", 0.0)
-    assert journeys.tier_reserve.find_kept_fraction("free", 0.0) == pytest.approx(0.25)
+    assert journeys.tier_reserve.find_kept_prefill("free", 0.0) == pytest.approx(0.25)

@@ -13,11 +13,13 @@ from typing import Generic, Protocol, TypeVar
 from fulcrum_core.values import AdmissionMode, OverloadAction, Role
 from fulcrum_router.policy.admission import (
     ADMITTED,
+    NO_RESERVE_VIEW,
     UNKNOWN_FORECAST,
     Admission,
     Admitted,
     Forecast,
     Refusal,
+    ReserveView,
     TierAdmission,
     delay_return,
     judge_request,
@@ -247,21 +249,47 @@ class JourneyContext(Generic[V]):
             return None
         waits = tier.action is OverloadAction.QUEUE
         highest = self.decode_share.highest
-        output_tokens = lengths.predict(work.tenant, work.prompt_tokens)
+        output_tokens = min(
+            lengths.predict(work.tenant, work.prompt_tokens),
+            work.output_limit or math.inf,
+            tier.max_output_tokens or math.inf,
+        )
+        reserve = NO_RESERVE_VIEW
+        if room.prefill_ahead_s < math.inf and not self.tier_reserve.is_empty:
+            reserve = self._view_reserve(work, output_tokens, now_s)
+            eligible = self.tier_reserve.list_left(
+                eligible, work.tier, tokens=work.prompt_tokens, now_s=now_s
+            )
         return predict_admission(
             eligible,
             candidates.decode,
             work,
             now_s=now_s,
             backlog_s=room.find_backlog_s(work.priority, with_late=waits) if room.members else 0.0,
-            output_tokens=min(
-                output_tokens, work.output_limit or math.inf, tier.max_output_tokens or math.inf
-            ),
+            output_tokens=output_tokens,
             mean_output_tokens=lengths.mean_served,
             output_tokens_in_decode=lengths.mean_in_decode,
             delays=self.pairs.prefill_delays,
             leaves_room=highest is not None and work.priority < highest,
+            reserve=reserve,
         )
+
+    def _view_reserve(self, work: Work, output_tokens: float, now_s: float) -> ReserveView:
+        return ReserveView(
+            own_instances=self.tier_reserve.count_own(work.tier, len(self.fleet.candidates.prefill)),
+            own_backlog_s=self.waiting_room.find_tier_backlog_s(work.priority, work.tier),
+            kept_decode=self.find_kept_decode(work, output_tokens, now_s),
+        )
+
+    def find_kept_decode(self, work: Work, output_tokens: float, now_s: float) -> float:
+        """The share of the KV cache that other tiers keep from a request with this expected output."""
+        reserve, decode = self.tier_reserve, self.fleet.candidates.decode
+        if reserve.is_empty or not decode:
+            return 0.0
+        if work.output_limit:
+            output_tokens = min(output_tokens, work.output_limit)
+        step_s = math.fsum(i.decode_model.itl_s(i.ledger.decode_tokens) for i in decode) / len(decode)
+        return reserve.find_kept_decode(work.tier, stay_s=output_tokens * step_s, now_s=now_s)
 
     def is_hopeless(self, work: Work, *, own_s: float, eligible: int) -> bool:
         """Whether a request that joins those who wait would be late even with one prefill instance more.

@@ -59,8 +59,8 @@ class EligibleInstances(JourneyRecord[V]):
             return False
         output_tokens = context.demand.lengths.predict(work.tenant, work.prompt_tokens)
         tokens = work.context_tokens + work.choices * output_tokens
-        kept = context.tier_reserve.find_kept_fraction(work.tier, now_s)
         decode = context.fleet.candidates.decode
+        kept = context.find_kept_decode(work, output_tokens, now_s)
         return share.must_wait(decode, priority=work.priority, tokens=tokens, kept=kept)
 
     def _must_join_the_held(self, now_s: float) -> bool:

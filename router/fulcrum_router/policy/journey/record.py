@@ -211,7 +211,7 @@ class JourneyRecord(Generic[V]):
             if self._account is None:
                 self._account = self._open_account()
             self._charge = context.waiting_room.charge(
-                self._account, priority=work.priority, tenant=work.tenant
+                self._account, priority=work.priority, tenant=work.tenant, tier=work.tier
             )
         if self._account is not None:
             self._account.send()

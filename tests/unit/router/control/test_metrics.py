@@ -15,6 +15,7 @@ from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.policy import PairKey, TransferOutcome
 from fulcrum_router.policy.journey import LocalPrefillReason
 from fulcrum_router.policy.tenant_counts import OTHERS
+from fulcrum_router.policy.tier_reserve import Reserve
 from fulcrum_router.router import Router
 from fulcrum_router.settings import Tier
 
@@ -212,7 +213,9 @@ def test_tenants_are_shown_with_any_name_that_a_header_can_hold() -> None:
 
 def test_the_reserve_of_a_tier_is_kept_while_it_sends_requests_and_else_lent() -> None:
     router = Router()
-    router.journeys.tier_reserve.set_fractions({"gold": 0.25, "silver": 0.5, "free": 0.0})
+    router.journeys.tier_reserve.set_reserves(
+        {"gold": Reserve(0.25), "silver": Reserve(0.5), "free": Reserve()}
+    )
     router.journeys.tier_reserve.record_arrival("gold", time.monotonic())
     assert {
         tuple(value for _, value in labels): value

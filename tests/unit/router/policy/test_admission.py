@@ -18,6 +18,7 @@ from fulcrum_router.policy.admission import (
     predict_admission,
 )
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext, LocalPrefillReason, StopReason
+from fulcrum_router.policy.tier_reserve import Reserve
 from tests.unit.router.builders import SLO, FakeFleet, FakeInstance, instance, work
 
 EVERY_TIER = TierAdmission()
@@ -409,11 +410,31 @@ def test_a_refused_request_is_no_demand_allows_no_retry_and_takes_no_reserve_bac
     mode: AdmissionMode, requests: int
 ) -> None:
     context = make_context(mode, queued_s=5.0)
-    context.tier_reserve.set_fractions({"gold": 0.5})
+    context.tier_reserve.set_reserves({"gold": Reserve(0.5)})
     Journey(context, work(100, tier="gold")).begin(0.0)
-    kept = context.tier_reserve.find_kept_fraction("free", 0.0)
+    kept = context.tier_reserve.find_kept_prefill("free", 0.0)
     counted = context.demand.snapshot().requests, context.retry_budget.requests, kept
     assert counted == (requests, requests, 0.5 * requests)
+
+
+@pytest.mark.parametrize(
+    ("tier", "priority", "action"),
+    [
+        pytest.param("free", 0, Action.FAIL, id="others: by what the reserve leaves"),
+        pytest.param("gold", 0, Action.WAIT, id="the tier: by its own work and its reserve"),
+    ],
+)
+def test_admission_knows_the_reserve_of_a_tier(tier: str, priority: int, action: Action) -> None:
+    """Two instances with 0.6 s of work each, and 0.7 s of the tier silver that wait."""
+    fleet = FakeFleet([instance("p1", queued_s=0.6), instance("p2", queued_s=0.6), instance("d1")])
+    context: JourneyContext[FakeInstance] = JourneyContext(fleet, TransferPairs())
+    context.admission.mode, context.waiting_room.prefill_ahead_s = AdmissionMode.ENFORCE, 0.5
+    context.tier_reserve.set_reserves({"gold": Reserve(0.5)})
+    context.tier_reserve.record_arrival("gold", 0.0)
+    for number in range(7):
+        request = work(100, tier="silver", tenant=str(number))._replace(deadline_s=100.0)
+        assert Journey(context, request).begin(0.0) is Action.WAIT
+    assert Journey(context, work(200, tier=tier, tenant=tier, priority=priority)).begin(0.0) is action
 
 
 def test_lower_tiers_wait_less_in_engines_the_lower_they_are() -> None:

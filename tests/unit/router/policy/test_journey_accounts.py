@@ -29,7 +29,7 @@ def make_context() -> JourneyContext[FakeInstance]:
 def find_used(context: JourneyContext[FakeInstance]) -> tuple[float, float]:
     """The tokens that the bucket of the tenant lacks, and the counter of the tenant."""
     missing = context.rate_limits.by_tier["free"].take("acme", LIMIT, 0.0) * LIMIT / 60
-    return round(missing, 6), context.waiting_room.find_counters(0)["acme"]
+    return round(missing, 6), context.waiting_room.find_counters(0, "free")["acme"]
 
 
 def weigh(prompt: float, output: float) -> tuple[float, float]:

@@ -79,7 +79,7 @@ class FakeWaiter:
         self.places[0] -= 1
         self.left.append(self.arrival_s)
         self.room.leave(self)
-        self.room.charge(open_account(10), priority=self.priority, tenant=self.tenant)
+        self.room.charge(open_account(10), priority=self.priority, tenant=self.tenant, tier=self.tier)
         return LeaveResult.LEFT
 
 
@@ -416,8 +416,8 @@ def test_output_beyond_the_prediction_is_charged_as_it_appears_and_the_rest_give
     room, ledger = WaitingRoom(), Ledger()
     room.join(FakeWaiter(room, 0.0, [0], [], tenant="other", fits=False), prefill_s=1.0)
     account = open_account(5, output_tokens=10)
-    charge = room.charge(account, priority=0, tenant="a")
-    counters = room.find_counters(0)
+    charge = room.charge(account, priority=0, tenant="a", tier="")
+    counters = room.find_counters(0, "")
     seen = [counters["a"]]
     entry = ledger.add_decode(tokens=5)
     account.follow(entry)
@@ -428,15 +428,57 @@ def test_output_beyond_the_prediction_is_charged_as_it_appears_and_the_rest_give
     used = account.settle(served=True)
     assert used is not None
     room.close_charge(charge, used)
-    room.close_charge(room.charge(open_account(5, output_tokens=10), priority=0, tenant="b"), Tokens(5, 0))
+    room.close_charge(
+        room.charge(open_account(5, output_tokens=10), priority=0, tenant="b", tier=""), Tokens(5, 0)
+    )
     assert (seen, counters["a"], counters["b"], room.open_charges) == ([25.0, 25.0, 33.0], 33.0, 5.0, {})
+
+
+@pytest.mark.parametrize(
+    ("weights", "gold"),
+    [
+        pytest.param({}, 6, id="equal weights: half of it, though one tenant shares with three"),
+        pytest.param({"gold": 2.0}, 8, id="twice the weight: two thirds"),
+        pytest.param({"gold": 0.5, "silver": 1.0}, 4, id="half of the weight: a third"),
+    ],
+)
+def test_tiers_of_one_priority_share_by_their_weights(weights: dict[str, float], gold: int) -> None:
+    crowd = Crowd()
+    crowd.room.set_weights(weights)
+    for n in range(12):
+        crowd.join(float(n), tenant="a", tier="gold")
+        crowd.join(100.0 + n, tenant=f"t{n % 3}", tier="silver")
+    left = [crowd.open(1)[0] for _ in range(12)]
+    assert sum(arrival_s < 100.0 for arrival_s in left) == gold
+
+
+def test_a_tier_saves_nothing_up_while_none_of_its_requests_waits() -> None:
+    crowd = Crowd()
+    for n in range(9):
+        crowd.join(float(n), tenant="a", tier="gold")
+    crowd.open(5)
+    for n in range(3):
+        crowd.join(100.0 + n, tenant="b", tier="silver")
+    assert [crowd.open(1)[0] >= 100.0 for _ in range(4)] in (
+        [False, True, False, True],
+        [True, False, True, False],
+    )
+
+
+def test_a_tenant_of_two_tiers_has_a_counter_in_each() -> None:
+    crowd = Crowd()
+    for n in range(4):
+        crowd.join(float(n), tenant="a", tier="gold")
+        crowd.join(100.0 + n, tenant="a", tier="silver")
+    left = [crowd.open(1)[0] for _ in range(4)]
+    assert (sum(arrival_s < 100.0 for arrival_s in left), len(crowd.room)) == (2, 4)
 
 
 def test_tenants_that_rotate_names_take_a_bounded_memory() -> None:
     room = WaitingRoom()
     for n in range(MAX_IDLE_TENANTS + 50):
-        room.charge(open_account(1), priority=0, tenant=f"t{n}")
-    assert len(room.find_counters(0)) == MAX_IDLE_TENANTS
+        room.charge(open_account(1), priority=0, tenant=f"t{n}", tier="")
+    assert len(room.find_counters(0, "")) == MAX_IDLE_TENANTS
 
 
 def test_the_room_counts_requests_and_seconds() -> None:
