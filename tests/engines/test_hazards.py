@@ -33,7 +33,7 @@ from tests.engines.completions import (
     send,
 )
 from tests.engines.in_process_router import build_token_request, generate_token_ids
-from tests.engines.services import NAMESPACE, START_S, D, P, VllmService
+from tests.engines.services import DEADLINE_S, NAMESPACE, START_S, D, P, VllmService
 from tests.engines.test_flips import format_ms, measure_flip_to_token_s
 
 pytestmark = pytest.mark.timeout(900)
@@ -189,22 +189,26 @@ async def count_right_responses(pair: VllmService, rng: random.Random, decode: s
 async def test_streams_of_a_killed_decode_engine_continue_on_another_or_end_in_an_error(
     pair: VllmService, rng: random.Random, record_measurement: RecordMeasurement
 ) -> None:
-    prefill, decode = await pair.find_instance(P), await pair.find_instance(D)
+    prefill = await pair.find_instance(P)
     request = build_unseen_request(rng)
     # With a prompt of ids the rest begins at the same tokens; a text might be divided into others.
     sound = replace(LONG_STREAM, tokens=1500, extra={"prompt": [rng.randint(10, 500) for _ in range(80)]})
     unsound = replace(LONG_STREAM, extra={"presence_penalty": 0.1})
     expected = [await compute_expected(pair, one, prefill) for one in (request, sound)]
 
-    streams = [asyncio.create_task(send(pair.client, pair.url, one)) for one in (sound, unsound)]
-    await pair.wait_until(lambda: _metric_exceeds(pair, decode, "vllm:num_requests_running", 1))
+    # The first use of a penalty takes an engine seconds, in which the other stream could end.
+    streams = [asyncio.create_task(send(pair.client, pair.url, unsound))]
+    await wait_for_common_decode(pair, streams)
+    streams.append(asyncio.create_task(send(pair.client, pair.url, sound)))
+    decode = await wait_for_common_decode(pair, streams)
+    prefill = next(name for name in await pair.list_instances() if name != decode)
     async with pair.suspend_process(decode):
         waiting = asyncio.create_task(send(pair.client, pair.url, request))
         await pair.wait_until(lambda: _has_decode_requests(pair, decode, 3))
         await pair.signal_engine(decode, signal.SIGKILL)
     response = await waiting
     assert (response.status, response.tokens, response.decode) == (200, expected[0], prefill)
-    continued, broken = await asyncio.gather(*streams, return_exceptions=True)
+    broken, continued = await asyncio.gather(*streams, return_exceptions=True)
     assert isinstance(continued, CompletionResponse)
     assert continued.tokens == expected[1]
     assert isinstance(broken, BrokenStreamError)
@@ -215,6 +219,20 @@ async def test_streams_of_a_killed_decode_engine_continue_on_another_or_end_in_a
     record_measurement(
         f"flip right after a restart, decision to first correct token: {format_ms(waits_s)} ms"
     )
+
+
+async def wait_for_common_decode(pair: VllmService, streams: list[asyncio.Task[CompletionResponse]]) -> str:
+    """Wait until one instance decodes all of these streams, by its engine's count; return its name."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline_s:
+        ended = [stream.exception() or stream.result() for stream in streams if stream.done()]
+        assert not ended, "a stream ended before all were decoded at once"
+        state = await pair.read_state()
+        busy = [seen.name for seen in state.instances if seen.decode_legs == len(streams)]
+        for name in busy:
+            if await _metric_exceeds(pair, name, "vllm:num_requests_running", len(streams) - 1):
+                return name
+    pytest.fail(f"no instance decodes all streams after {DEADLINE_S:g} s: {state}")
 
 
 async def test_hung_engine_is_ejected_and_serves_again_when_it_responds(
