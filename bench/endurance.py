@@ -95,11 +95,11 @@ async def _generate(programs: Path, router: MeasuredRouter, arguments: str) -> d
     return result
 
 
-def _allowed_streams(wanted: int) -> int:
+def _allowed_streams(requested: int) -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, (hard - _SPARE_FILES) // 2)
-    if allowed < wanted:
-        print(f"the limit of {hard:,} open files allows {allowed:,} streams of {wanted:,}")
+    allowed = requested if hard == resource.RLIM_INFINITY else min(requested, (hard - _SPARE_FILES) // 2)
+    if allowed < requested:
+        print(f"the limit of {hard:,} open files allows {allowed:,} streams of {requested:,}")
     return allowed
 
 

@@ -145,9 +145,9 @@ async def kill_engines(
     while time.monotonic() < end_s:
         up = [n for n in range(ENGINES) if n not in starting or starting[n].done()]
         # At least one of each role stays.
-        able = [n for n in up if sum(n // 4 == other // 4 for other in up) > 1]
-        if able:
-            number = rng.choice(able)
+        redundant = [n for n in up if sum(n // 4 == other // 4 for other in up) > 1]
+        if redundant:
+            number = rng.choice(redundant)
             starting[number] = asyncio.create_task(host.restart(*ports[number]))
             killed += 1
         await asyncio.sleep(1.0)

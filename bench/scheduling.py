@@ -32,9 +32,9 @@ from fulcrum_simulator.bounds import (
     find_fcfs_rate,
     find_prefill_burst_rate,
 )
-from fulcrum_simulator.fleet.contest import run_policy
 from fulcrum_simulator.fleet.load import ComposedLoad, Load, RecordedLoad, leave_out_overlong, prepare_load
 from fulcrum_simulator.fleet.options import RunOptions, list_splits, parse_policy
+from fulcrum_simulator.fleet.policy_runs import run_policy
 from fulcrum_simulator.fleet.report import build_report
 from fulcrum_simulator.fleet.run import simulate
 from fulcrum_simulator.workload import COMPOSED, load_trace

@@ -1,7 +1,8 @@
-"""A router that is reached through the Service with the name of the PDService.
+"""Calls a router only while the operator has published its endpoint in the PDService's status.
 
-That Service may be somebody else's; then the operator publishes no endpoint in the PDService's status. The
-token for state ports must not be sent there. The status also says whether the state port serves TLS.
+A router is reached through the Service with the name of the PDService, and that Service may be somebody
+else's. Then the operator publishes no endpoint, and the token for state ports must not be sent there: the
+router counts as unavailable. The status also says whether the state port serves TLS.
 """
 
 from collections.abc import Callable

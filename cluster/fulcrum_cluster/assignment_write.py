@@ -1,4 +1,4 @@
-"""The one guarded write of a PDAssignment, used by the autoscaler and the CLI.
+"""The one assignment write: a conditional write of the PDAssignment, used by the autoscaler and the CLI.
 
 A change is written only if `fulcrum_core.assignment.may_apply` allows it and no other writer wrote meanwhile.
 The caller decides what to change, and what to do about a refusal.

@@ -1,1 +1,3 @@
-"""Code that all rooms share: API kinds, domain values, latency models and ports. No I/O, no clock."""
+"""Code that all rooms share: API kinds, domain values, latency models and ports. No clock, and no
+I/O but the files of engine profiles.
+"""

@@ -27,7 +27,9 @@ class InstanceState(_WireModel):
     name: str
     role: Role = Field(description="Role that the router dispatches by.")
     serving: bool = Field(description="Whether the router sends new work to the instance.")
-    prefill_queued_s: float = Field(description="Predicted duration of prefill work in flight, in seconds.")
+    prefill_queued_s: float = Field(
+        description="Predicted seconds of prefill work in flight, and of its share of the waiting room."
+    )
     prefill_tokens: int = Field(description="Prompt tokens of prefill legs in flight.")
     decode_tokens: int = Field(description="KV tokens of decode legs in flight: prompt and output so far.")
     decode_legs: int = Field(description="Decode legs in flight.")
@@ -104,7 +106,7 @@ class TierState(_WireModel):
     )
     advised_refusals: dict[str, int] = Field(
         default_factory=dict,
-        description="Requests that would have been refused if router.admission was not Advise, by reason.",
+        description="Requests that router.admission Enforce would have refused, by reason.",
     )
     misses: dict[str, int] = Field(
         default_factory=dict,
@@ -121,7 +123,7 @@ class TierState(_WireModel):
 
 
 class DemandState(_WireModel):
-    """Work of the requests that arrived since the router started; two snapshots give the rates between."""
+    """Work of the requests admitted since the router started; two snapshots give the rates between them."""
 
     requests: int
     prefill_s: float = Field(description="Predicted time to compute their prompts, in seconds.")
@@ -145,7 +147,7 @@ class PairState(_WireModel):
         description="Seconds since the last verified KV transfer; None: none was verified."
     )
     handshake_s: float | None = Field(
-        description="Duration of the pair's first KV transfer, in seconds; None: not measured."
+        description="Seconds of the last KV transfer that included a handshake; None: not measured."
     )
     transfer_s_per_1k_tokens: float | None = Field(
         description="Current duration of a KV transfer per 1,000 tokens, in seconds; None: not measured."
@@ -174,7 +176,7 @@ class RouterState(_WireModel):
         description="Mean of (predicted − measured)/measured of recent prefills."
     )
     local_prefills: int = Field(
-        description="Requests decoded without a prefill leg because no prefill instance responded."
+        description="Requests whose prompt the decode instance computed because of a failure."
     )
     tiers: tuple[TierState, ...]
     access_problems: tuple[str, ...] = Field(

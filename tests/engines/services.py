@@ -149,7 +149,7 @@ class VllmService:
         finally:
             await self.client.post(f"{url}/resume")
 
-    async def swap_roles(self) -> int:
+    async def flip_both(self) -> int:
         """Swap the roles of both engines in one write; return its generation."""
         now = await self.store.get(PDAssignment, "chat", namespace=NAMESPACE)
         spec = now.spec

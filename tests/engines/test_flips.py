@@ -33,14 +33,14 @@ async def test_flips_each_second_fail_no_request_and_change_no_token(
 ) -> None:
     requests = generate_mixed_requests(rng, REQUESTS)
     before = await pair.read_state()
-    flips = asyncio.create_task(swap_roles_each_second(pair))
+    flips = asyncio.create_task(flip_both_each_second(pair))
     began_s = time.monotonic()
     sending = gather_bounded([send(pair.client, pair.url, one) for one in requests])
     responses = await asyncio.wait_for(sending, 300)
     took_s = time.monotonic() - began_s
     flips.cancel()
-    swaps = (await asyncio.gather(flips, return_exceptions=True))[0]
-    assert isinstance(swaps, int)
+    flips_made = (await asyncio.gather(flips, return_exceptions=True))[0]
+    assert isinstance(flips_made, int)
     await pair.wait_until_idle()
     reference_url = await pair.engine_url(await pair.find_instance(D))
     expected = await gather_bounded(
@@ -55,12 +55,12 @@ async def test_flips_each_second_fail_no_request_and_change_no_token(
         for now, then in zip(count_transfer_outcomes(after), count_transfer_outcomes(before), strict=True)
     )
     record_measurement(
-        f"{REQUESTS} requests, {CONCURRENCY} at a time, {swaps} swaps of both roles in {took_s:.1f} s: "
+        f"{REQUESTS} requests, {CONCURRENCY} at a time, {flips_made} flips of both in {took_s:.1f} s: "
         f"{REQUESTS - len(wrong)} token-identical, {transferred} transferred between engines; "
         f"{verified} KV transfers verified, {recomputed} recomputed, {unknown} unknown"
     )
     assert ([response.status for response in responses], wrong) == ([200] * REQUESTS, [])
-    assert swaps >= 3
+    assert flips_made >= 3
     assert transferred > REQUESTS / 2
     assert len({pair for pair in directions if pair[0] != pair[1]}) >= 2
     assert count_failures(after) == count_failures(before)
@@ -77,16 +77,16 @@ async def gather_bounded(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T
     return await asyncio.gather(*map(one, coroutines))
 
 
-async def swap_roles_each_second(pair: VllmService) -> int:
-    """Swap the roles once a second until cancelled; return the number of swaps."""
-    swaps = 0
+async def flip_both_each_second(pair: VllmService) -> int:
+    """Flip both instances once a second until cancelled; return how often."""
+    flips_made = 0
     try:
         while True:
-            await wait_until_time(time.monotonic() + 1.0, "the published figure is for a swap each second")
-            await pair.swap_roles()
-            swaps += 1
+            await wait_until_time(time.monotonic() + 1.0, "the published figure is for a flip each second")
+            await pair.flip_both()
+            flips_made += 1
     except asyncio.CancelledError:
-        return swaps
+        return flips_made
 
 
 def count_failures(state: RouterState) -> tuple[int, int]:
@@ -105,7 +105,7 @@ async def test_first_token_after_a_flip_of_a_warm_pair_is_right(
 ) -> None:
     for _ in range(2):  # both directions have a KV transfer before the measurement
         await send(pair.client, pair.url, CompletionRequest(generate_prompts(rng, 1)[0], 2))
-        await pair.swap_roles()
+        await pair.flip_both()
         await pair.wait_until_idle()
     waits_s = [await measure_flip_to_token_s(pair, rng) for _ in range(6)]
     record_measurement(f"flip of a warm pair, decision to first correct token: {format_ms(waits_s)} ms")
@@ -117,7 +117,7 @@ async def measure_flip_to_token_s(pair: VllmService, rng: random.Random) -> floa
     old = await pair.find_instance(P), await pair.find_instance(D)
     right = await compute_reference_tokens(pair.client, await pair.engine_url(old[1]), request)
     began_s = time.monotonic()
-    await pair.swap_roles()
+    await pair.flip_both()
     await send_until_routed(old[::-1], lambda one: send(pair.client, pair.url, one), request, right)
     return time.monotonic() - began_s
 

@@ -14,7 +14,7 @@ from tests.engines.services import LocalServices, RunningService, VllmService, b
 
 pytestmark = pytest.mark.timeout(900)
 
-REQUESTS, ROLE_SWAPS = 60, 6
+REQUESTS, FLIPS = 60, 6
 CACHE_HITS_METRIC = "lmcache_mp_lookup_hit_tokens_total"
 
 
@@ -47,7 +47,7 @@ async def test_second_turns_hit_the_lmcache_tier_while_roles_flip(
     wrong += await send_and_collect_wrong(service, second)
     found = await count_cache_hits(service) - before
     record_measurement(
-        f"NIXL with LMCache: {REQUESTS} requests, {ROLE_SWAPS} role swaps, {len(wrong)} wrong or failed; "
+        f"NIXL with LMCache: {REQUESTS} requests, {FLIPS} flips, {len(wrong)} wrong or failed; "
         f"second turns found {found:.0f} tokens in LMCache"
     )
     assert wrong == []
@@ -55,11 +55,11 @@ async def test_second_turns_hit_the_lmcache_tier_while_roles_flip(
 
 
 async def send_and_collect_wrong(service: VllmService, requests: list[CompletionRequest]) -> list[str]:
-    """Send the requests one by one and swap the roles ROLE_SWAPS / 2 times; return the wrong responses."""
+    """Send the requests one by one and flip both instances FLIPS / 2 times; return the wrong responses."""
     wrong = []
     for number, one in enumerate(requests):
-        if number % (len(requests) // (ROLE_SWAPS // 2)) == 5:
-            await service.swap_roles()
+        if number % (len(requests) // (FLIPS // 2)) == 5:
+            await service.flip_both()
         response = await send(service.client, service.url, one)
         expected = await compute_reference_tokens(service.client, await service.engine_url("chat-0"), one)
         if (response.status, response.tokens) != (200, expected):

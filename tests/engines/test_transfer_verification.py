@@ -110,7 +110,7 @@ USAGE_EVENT_PATTERN = re.compile(rb'data: \{[^\n]*"choices":\[\][^\n]*\n\n')
     ],
     ids=["not requested", "declined", "requested"],
 )
-async def test_stream_is_relayed_byte_for_byte_except_a_usage_event_the_client_did_not_request(
+async def test_stream_is_forwarded_byte_for_byte_except_a_usage_event_the_client_did_not_request(
     pair: VllmService, rng: random.Random, path: str, options: dict[str, Any], *, shown: bool
 ) -> None:
     prefill, decode = await list_engine_entries(pair)

@@ -15,7 +15,7 @@ def _seen() -> list[Panel]:
         lines(
             "Load by role",
             "What the autoscaler saw. Policy arrow flips to decode while decode is above expand, and to "
-            "prefill only while decode is below shrink. NaN (a gap): it cannot tell, and flips nothing.",
+            "prefill only while decode is below shrink. NaN (a gap): not known, nothing flips.",
             [
                 largest("autoscaler_load_ratio", "role"),
                 largest("autoscaler_threshold_ratio", "threshold"),

@@ -84,8 +84,8 @@ def _instances() -> list[Panel]:
         ),
         timeline(
             "Conditions",
-            "Ready and KVTransferVerified are True, Degraded is False in a sound service; docs/runbooks has "
-            "a page for each.",
+            "Ready and KVTransferVerified are True, Degraded is False in a healthy service; docs/runbooks "
+            "has a page for each.",
             Query(
                 f"max by (condition, reason) (fulcrum_operator_service_condition{{{SELECTOR}}}) + 1",
                 "{{condition}}: {{reason}}",

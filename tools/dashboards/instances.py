@@ -38,8 +38,8 @@ def _load() -> list[Panel]:
     return [
         heat_map(
             "KV cache use by instance",
-            "As the router last read it. One hot row: a long request, or requests that share a prefix. "
-            "All rows hot: more decode instances.",
+            "As the router last read it. One busy row: a long request, or requests that share a prefix. "
+            "All rows busy: more decode instances.",
             largest("router_instance_kv_usage_ratio", "instance"),
             unit="percentunit",
             steps=[(None, "#1b3a57"), (0.25, "#2f6f9f"), (0.5, "#7aa6c2"), (0.75, "orange"), (0.9, "red")],

@@ -59,8 +59,8 @@ def _slo() -> list[Panel]:
         ),
         lines(
             "Where the time goes",
-            "Mean seconds of a request by part. Compare with the objectives: the part that grows is "
-            "the bottleneck.",
+            "Mean seconds of a request by part. Compare with the objectives: the part that grows "
+            "is the cause.",
             [
                 Query(
                     f"sum by (part) (rate(fulcrum_router_request_time_seconds_total{{{SELECTOR}}}[{RATE}]))"

@@ -1,6 +1,6 @@
 """The flip policies, arrow (its Algorithms 2 and 3) and balanced, as pure functions.
 
-Used by the autoscaler's loop in production and by the tests of the whole control loop. No I/O, no clock.
+`decide` is the entry: the autoscaler's loop and the simulator call it. No I/O, no clock.
 """
 
 from fulcrum_autoscaler.policy.arrow import MonitorState, propose_assignment

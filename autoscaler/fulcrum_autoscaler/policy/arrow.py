@@ -1,8 +1,9 @@
 """Decides when an instance flips: at a tick of the monitor, or for a flip request of the router.
 
 The monitor detects decode overload (Arrow's Algorithm 2). The router detects prefill overload for each
-request and sends a flip request at once (Algorithm 1, step 3). `loop` calls both functions; `loads` measures
-the loads, `victims` chooses the instance.
+request and sends a flip request at once (Algorithm 1, step 3). `decide` calls both functions; `loads`
+measures the loads, `victims` chooses the instance. `propose_assignment` and `hold_if_blocked` serve
+`balanced`, too.
 """
 
 from dataclasses import dataclass, replace

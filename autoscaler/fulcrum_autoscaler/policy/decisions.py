@@ -15,7 +15,7 @@ class DecisionAction(StrEnum):
     """The outcome of a decision."""
 
     FLIP = "flip"
-    """One instance gets the other role."""
+    """One instance or several get the other role, in one write."""
     HOLD = "hold"
     """No flip is called for, or the observation is not usable."""
     ADVISE = "advise"

@@ -1,5 +1,6 @@
-"""The input of a decision: the desired assignment, the serving instances and the state that the router
-reports.
+"""The input of a decision: the settings of the service, its assignment, and what operator and router report.
+
+Also judges whether the router's state may be used: it must be recent, and the last assignment applied.
 """
 
 from collections.abc import Mapping

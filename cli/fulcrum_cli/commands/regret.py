@@ -1,4 +1,4 @@
-"""`fulcrum regret`: replays the requests that the router recorded, with what else could have served them.
+"""`fulcrum regret`: simulates the requests that the router recorded, as they were served and otherwise.
 
 The router keeps the requests of the last hour in numbers: arrival, lengths, outcome. They are simulated with
 the policy that ran, with others, with each fixed split, and with fewer and more instances.
@@ -24,9 +24,9 @@ from fulcrum_cluster.router_client import RouterUnavailable
 from fulcrum_core.api.meta import format_duration
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import EngineProfile, load_profile
-from fulcrum_simulator.fleet.contest import PolicyRuns, pick_best, run_policy
 from fulcrum_simulator.fleet.load import ReplayedLoad, leave_out_overlong
 from fulcrum_simulator.fleet.options import RunOptions
+from fulcrum_simulator.fleet.policy_runs import PolicyRuns, pick_best, run_policy
 
 _READ_TIMEOUT_S = 30.0
 _SEEDS_MAX = 20

@@ -19,7 +19,7 @@ from fulcrum_cli.simulation.progress import show_progress
 from fulcrum_cli.simulation.report_text import format_comparison, format_report, format_spread
 from fulcrum_cli.web.recording import write_states
 from fulcrum_core.errors import InvalidInput
-from fulcrum_simulator.fleet.contest import OnRun, PolicyRuns, SeedRun, pick_best, run_policy
+from fulcrum_simulator.fleet.policy_runs import OnRun, PolicyRuns, SeedRun, pick_best, run_policy
 
 
 def run(options: SimulateOptions) -> None:

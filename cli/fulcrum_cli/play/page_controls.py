@@ -1,4 +1,7 @@
-"""What the live page may change in `fulcrum play`: the load, and single instances."""
+"""Carries out the buttons of the live page in `play`: change the load; flip, drain or kill an instance.
+
+`web.server` calls it. With `fulcrum web` the page has no such buttons.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Protocol

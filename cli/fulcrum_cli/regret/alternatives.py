@@ -30,7 +30,8 @@ class RanAs:
     instances: int
 
     def list_alternatives(self) -> Iterator[Alternative]:
-        """What ran, the other policies, the best fixed split, other dispatch, other numbers of instances."""
+        """What ran; the other policies; all fixed splits; mode Queue; deflection on or off; other instance
+        counts."""
         ran = self._make_policy(self.policy, self.instances)
         yield Alternative(self.instances, (ran,))
         for name in (PolicyName.ARROW, PolicyName.BALANCED):

@@ -1,4 +1,7 @@
-"""Reads the requests that a router recorded: from its page `/requests`, or from a file with such a page."""
+"""Parses the requests that a router recorded, from its page `/requests` or a saved one, into a workload.
+
+Tier and tenant of a request are not kept: the simulation gives all requests the objectives of the service.
+"""
 
 import json
 from collections.abc import Sequence
@@ -18,7 +21,7 @@ from fulcrum_simulator.workload import WorkloadRequest
 
 _MIN_REQUESTS = 20
 _UNSCORED = frozenset({"invalid", "limited"})
-"""Outcomes of requests that are no load for the engines, or that another limit kept out."""
+"""Outcomes of requests that are left out of the replay: no engine worked for them, whatever the policy."""
 _NOT_JUDGED = _UNSCORED | {"cancelled"}
 
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fulcrum_simulator.fleet.contest import OnRun
 from fulcrum_simulator.fleet.options import RunOptions
+from fulcrum_simulator.fleet.policy_runs import OnRun
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import Any
 
 from fulcrum_cli.terminal.output import format_columns
 from fulcrum_core.api.meta import format_duration
-from fulcrum_simulator.fleet.contest import PolicyRuns, SeedRun
+from fulcrum_simulator.fleet.policy_runs import PolicyRuns, SeedRun
 
 
 def format_report(report: dict[str, Any]) -> str:

@@ -1,8 +1,8 @@
-"""The live page's server on loopback: the page, its stream of states, and the actions that `play` allows.
+"""The live page's server on loopback: the page, its stream of states, and the actions of its buttons.
 
 GET  /             the page and its script, style and icon; none holds a secret
 GET  /api/states   server-sent events, one state each; needs the token
-POST /api/actions  {"action": …}; needs the token, and exists only with `play --web`
+POST /api/actions  {"action": …}; needs the token, and exists only with `play --web` and `web --replay`
 """
 
 import asyncio

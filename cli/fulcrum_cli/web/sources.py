@@ -1,4 +1,7 @@
-"""Where the live page reads router and autoscaler: directly in a local run, else through the API server."""
+"""Where the live page reads router and autoscaler: directly in a local run, else through the API server.
+
+`fulcrum regret` reads the recorded requests of a cluster's router with `ClusterRouter`, too.
+"""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""PDInstance: one engine replica. Its status is observed; its desired role is in the PDAssignment."""
+"""PDInstance: one engine of a service. Its status is observed; its desired role is in the PDAssignment."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -106,7 +106,7 @@ class PDInstanceStatus(ApiModel):
 
 
 class PDInstance(Resource):
-    """One engine replica of a service."""
+    """One engine of a service."""
 
     plural: ClassVar[str] = "pdinstances"
     short_name: ClassVar[str] = "pdi"

@@ -1,7 +1,8 @@
 """Writes the difference between a plan and the stored objects, then starts and stops engines.
 
-If one object or engine is refused, the others are still handled. `plan/` decides what to change;
-`reconcile` decides when to apply the next plan.
+If one object or engine is refused, the others are still handled. The service's status is written at most once
+per interval while no condition changes. `plan/` decides what to change; `reconcile` decides when to apply the
+next plan.
 """
 
 from collections.abc import Collection, Iterable

@@ -1,4 +1,7 @@
-"""Store of the reconcile loop: reads come from the object cache, writes go to the API server."""
+"""Store of the reconcile loop: reads come from the object cache, writes go to the API server.
+
+Only the leader writes. Fields that the API server's CRDs lack are left out of writes (`missing_fields`).
+"""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar

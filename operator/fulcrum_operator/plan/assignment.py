@@ -1,8 +1,9 @@
 """The PDAssignment that a service should have, given its instances.
 
 The operator makes the first split, gives new instances the role with fewer instances, removes entries of
-deleted instances and cordons those to be removed. It checks every change by others again; a refused change
-is written back with `refused`, so that the writer does not retry it for ever.
+deleted instances and cordons those to be removed. If a floor blocks a removal, it may flip a remaining
+instance first. It checks every change by others again; a refused change is written back with `refused`, so
+that the writer does not retry it for ever.
 """
 
 from collections import Counter

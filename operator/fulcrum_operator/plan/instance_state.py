@@ -1,6 +1,7 @@
 """What follows from the observed facts for one instance: is its engine lost, is it ready, how does it flip?
 
-The rest of `plan/` calls these functions; `Observed` itself holds facts only.
+The rest of `plan/` calls these functions; `Observed` itself holds facts only. Also the numbers and the order
+of instances, and two corrections of what was observed (`mark_…`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -88,7 +89,8 @@ def startup_s(observed: Observed, instance: PDInstance) -> float:
 
 
 def current_role(instance: PDInstance) -> Role | None:
-    """Role that the instance plays, or during a switch its role before; None if it plays both or none yet."""
+    """Role that the instance plays, or the role before, while its engine restarts to flip; None if it plays
+    both or none yet."""
     switching = instance.status.phase in (Phase.SWITCHING, Phase.VERIFYING)
     known = None if switching else instance.spec.role
     role = known or instance.status.role

@@ -59,7 +59,8 @@ class InstanceFacts:
     assigned_role: Role | None = None
     """Role in the assignment; None before there is an entry."""
     current_role: Role | None = None
-    """Role that the instance plays; during a switch, its role before. None if it plays both or none yet."""
+    """Role that the instance plays; while its engine restarts to flip, the role before. None if it plays both
+    or none yet."""
     flip_strategy: FlipStrategy = FlipStrategy.RELABEL
     cordoned: bool = False
     leaving: bool = False

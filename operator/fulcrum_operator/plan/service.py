@@ -102,11 +102,7 @@ def needs_router_state(observed: Observed) -> bool:
         return True
     pools = {pool.metadata.name: pool for pool in observed.pools}
     views = tuple(
-        view_pool(observed, pool)
-        for pool in desired_pools(
-            observed.service, observed.pools, taken=observed.taken_pools, images=observed.engine_images
-        )
-        if pool.metadata.name in pools
+        view_pool(observed, pool) for pool in _desired_pools(observed) if pool.metadata.name in pools
     )
     return bool(plan_removals(observed, views))
 
@@ -132,9 +128,7 @@ def plan_service(observed: Observed) -> Plan:
 
     New pools are created in a reconcile of their own: their instances need their uid as owner.
     """
-    pools = desired_pools(
-        observed.service, observed.pools, taken=observed.taken_pools, images=observed.engine_images
-    )
+    pools = _desired_pools(observed)
     known = {pool.metadata.name for pool in observed.pools}
     if any(pool.metadata.name not in known for pool in pools):
         return Plan(

@@ -1,13 +1,11 @@
 """The response of a decode leg: what of an engine's bytes goes to the client, and from when on.
 
-The bytes of the body are forwarded unchanged; only a usage event that the router added is removed.
+The body is forwarded unchanged, without a usage event that the router added or a hidden error of the engine.
 
 The first byte is the first one sent to the client. Until then another instance can take over unnoticed, so a
 stream is buffered up to the first chunk with a token: every event but `[DONE]` and the usage counts as one.
 A JSON response is buffered up to its end or 1 MiB. After the first byte whole chunks are forwarded, so that
 an error event can follow when the stream breaks.
-
-An error that the engine sends with status 200 fails the leg like a status of 5xx, unless it is the client's.
 
 A response that may use KV fetched after its lease expired is withheld until its lease check ends:
 

@@ -133,8 +133,8 @@ class TierReserve:
         if not fraction:
             return ()
         in_use = sum(instance.name in self._computing for instance in instances)
-        wanted = _count_kept(fraction, len(instances)) - in_use
-        if wanted <= 0:
+        kept_spare = _count_kept(fraction, len(instances)) - in_use
+        if kept_spare <= 0:
             return ()
         left_s = {instance.name: instance.ledger.remaining_s(now_s) for instance in instances}
         spare = [name for name, seconds in left_s.items() if seconds <= SPARE_S]
@@ -142,7 +142,7 @@ class TierReserve:
             instance.name
             for instance in instances
             if left_s[instance.name] + instance.prefill_model.ttft_s(tokens) > SPARE_S
-            and len(spare) - (instance.name in spare) < wanted
+            and len(spare) - (instance.name in spare) < kept_spare
         )
 
 

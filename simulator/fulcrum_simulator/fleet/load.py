@@ -1,7 +1,8 @@
 """The arrivals of a run: a workload at another rate, from 0 on, and long enough to be scored.
 
 A trace is sped up, as in published measurements: its bursts and phases become shorter, too. A composed
-workload gets another rate, and its phases keep their length.
+workload gets another rate, and its phases keep their length. The requests that a router recorded are replayed
+as they were.
 """
 
 from collections.abc import Sequence

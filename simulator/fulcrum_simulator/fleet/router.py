@@ -3,8 +3,8 @@
 `routing` carries out the journeys. This module sends their legs, gives up those that time out, reads the
 engines' metrics and publishes flip requests.
 
-Not simulated: the estimate of a prompt's tokens (the number is known), the load and the time of canaries, and
-the measurement of slow pairs.
+Not simulated: the estimate of a prompt's tokens (the number is known), the load and the time of canaries, the
+measurement of slow pairs, ejection by judgement, rate limits and several choices.
 """
 
 import math

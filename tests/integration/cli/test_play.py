@@ -82,7 +82,7 @@ def test_a_short_run_serves_every_request_and_leaves_no_process_or_file(
 def test_mode_off_never_flips(environment: dict[str, str]) -> None:
     report = figures(environment, "--for", "4s", "--mode", "Off")
     assert (report["mode"], report["flips"]) == ("Off", [])
-    assert {letter for band in report["roles_over_time"].values() for letter in band} <= set("PD.")
+    assert {letter for history in report["roles_over_time"].values() for letter in history} <= set("PD.")
 
 
 def test_forced_flips_are_all_acknowledged_and_harm_no_request(environment: dict[str, str]) -> None:
@@ -103,7 +103,9 @@ def test_a_killed_engine_is_restarted_and_its_requests_are_accounted_for(
     requests = report["requests"]
     assert every_request_is_accounted_for(requests)
     assert (requests["failed"], requests["wrong"], requests["broken_silently"]) == (0, 0, 0)
-    killed = [name for name, band in report["roles_over_time"].items() if re.search(r"[PD][x.]+[PD]", band)]
+    killed = [
+        name for name, history in report["roles_over_time"].items() if re.search(r"[PD][x.]+[PD]", history)
+    ]
     assert len(killed) >= 2
 
 

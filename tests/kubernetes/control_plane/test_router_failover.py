@@ -104,7 +104,7 @@ def test_a_terminated_router_hands_over_first_and_drops_no_request(
     client.start()
     wait_for(lambda: bool(streamed), "the stream to begin", timeout_s=20)
     active.process.popen.send_signal(signal.SIGTERM)
-    took_s = wait_for(lambda: service.slice_addresses() == [standby.address], "the hand-over", timeout_s=20)
+    took_s = wait_for(lambda: service.slice_addresses() == [standby.address], "the handover", timeout_s=20)
     assert took_s < 2.0
     assert serves_correctly(active), "clients that do not know the successor yet are served"
     assert serves_correctly(standby)

@@ -147,7 +147,9 @@ def _wait_for_role(service: DeployedService, instance: str, role: Role) -> float
 def _kill_operator_during_switch(cluster: Cluster, service: DeployedService, instance: str) -> None:
     """Whether the engine has ended and no new engine serves yet."""
     victim = find_leading_operator(cluster)
-    wait_for(lambda: service.instances()[instance]["phase"] == "Switching", "the switch", timeout_s=60)
+    wait_for(
+        lambda: service.instances()[instance]["phase"] == "Switching", "the restart to flip", timeout_s=60
+    )
     signal_pod(cluster, victim, signal.SIGKILL)
     assert service.instances()[instance]["phase"] in ("Switching", "Verifying")
     wait_for(lambda: has_restarted(cluster, victim), "the operator to be back", timeout_s=60)

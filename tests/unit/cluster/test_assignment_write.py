@@ -1,4 +1,4 @@
-"""The guarded write of a PDAssignment against the memory store."""
+"""The assignment write against the memory store."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -185,7 +185,7 @@ SWITCH_DEADLINE_S = NOW_S - 10 + SWITCH_TIMEOUT_MIN_S
         pytest.param(
             restart_flip(Phase.SWITCHING, engine=STARTING_ENGINE),
             PhaseTransition(Phase.SWITCHING, START, "its engine restarts to serve Decode", SWITCH_DEADLINE_S),
-            id="the switch has a deadline",
+            id="the restart to flip has a deadline",
         ),
         pytest.param(
             restart_flip(Phase.SWITCHING),

@@ -1,4 +1,7 @@
-"""Runs policies under one load with several seeds; finds the highest rate with a wanted SLO attainment."""
+"""Runs one policy under a load with several seeds, or searches its highest rate with an SLO attainment.
+
+`fulcrum simulate` and `fulcrum regret` compare the results of several policies (`pick_best`).
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -26,10 +29,10 @@ def ignore_progress(_options: RunOptions, _factor: float) -> Callable[[float], N
 
 @dataclass(frozen=True, slots=True)
 class SeedRun:
-    """One policy with one seed: `factor` is the highest with the wanted attainment, None if none has it.
+    """One policy with one seed: `factor` is the highest with the required attainment, None if none has it.
 
-    Without a wanted attainment it is the first one. The result is that of the run at `factor`, at 1 if there
-    is none.
+    Without a required attainment it is the first one. The result is that of the run at `factor`, at 1 if
+    there is none.
     """
 
     factor: float | None
@@ -46,7 +49,7 @@ class SeedRun:
 
     @property
     def rate_rps(self) -> float:
-        """Requests per second that were offered; 0 if no rate has the wanted attainment."""
+        """Requests per second that were offered; 0 if no rate has the required attainment."""
         return 0.0 if self.factor is None else self.report["goodput"]["offered_requests_per_s"] or 0.0
 
     @property
