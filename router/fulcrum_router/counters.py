@@ -17,12 +17,12 @@ from fulcrum_router.settings import Tier
 # Bounds grow by at most half where objectives lie (TTFT 0.1 to 10 s, TPOT 10 to 200 ms), so that a quantile
 # is off by at most half there. Each bound is a series of each tier.
 TTFT_BUCKETS_S = (
-    *(0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
-    *(1.5, 2.0, 3.0, 4.0, 5.0, 7.5, 10.0, 30.0, 60.0),
+    *(0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
+    *(1.5, 2.0, 3.0, 4.0, 5.0, 7.5, 10.0, 30.0),
 )
-RESPONSE_BUCKETS_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0)
-TPOT_BUCKETS_S = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5)
-WAIT_BUCKETS_S = (0.005, 0.02, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+RESPONSE_BUCKETS_S = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+TPOT_BUCKETS_S = (0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5)
+WAIT_BUCKETS_S = (0.02, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 FLIP_BUCKETS_S = (0.005, 0.02, 0.1, 0.5, 2.0)
 

@@ -55,7 +55,15 @@ _BOUNDS = {
     **{"tier": "T", "instance": "I", "prefill": "P", "decode": "P", "namespace": "S", "service": "S"},
     **{"outcome": "F", "reason": "F", "cause": "5", "phase": "8", "part": "9", "path": "F", "task": "F"},
     **{"action": "3", "trigger": "2", "to": "2", "role": "2", "header": "2", "pool": "pools"},
-    **{"mode": "2", "decision": "F", "tenant": "51", "result": "4", "state": "2", "threshold": "2"},
+    **{
+        "mode": "2",
+        "decision": "F",
+        "tenant": "9",
+        "time": "2",
+        "result": "4",
+        "state": "2",
+        "threshold": "2",
+    },
     **{"method": "6", "status": "F"},
 }
 """Most values of each label. Labels with the same letter name one thing; an instance has one role."""

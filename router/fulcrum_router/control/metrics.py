@@ -431,3 +431,17 @@ def _build_router_gauges(router: Router) -> Iterator[Metric]:
     for part, error in router.ttft_errors.items():
         errors.add_metric([part], error)
     yield errors
+    yield CounterMetricFamily(
+        "fulcrum_router_ttft_forecasts",
+        "Streams whose TTFT was predicted when their prompt was sent to an instance, and measured.",
+        router.ttft_errors.streams,
+    )
+    forecast = CounterMetricFamily(
+        "fulcrum_router_ttft_forecast_seconds",
+        "Sum of the TTFTs of the streams in fulcrum_router_ttft_forecasts_total, in seconds: predicted, and "
+        "as measured.",
+        labels=["time"],
+    )
+    forecast.add_metric(["predicted"], router.ttft_errors.predicted_s)
+    forecast.add_metric(["measured"], router.ttft_errors.measured_s)
+    yield forecast

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import accumulate
+from math import fsum
 
 from prometheus_client import samples
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -78,7 +79,7 @@ def _build_part_families(counters: Counters) -> Iterator[Metric]:
         "fulcrum_router_request_time_seconds",
         f"Time of the requests that met or missed their objectives, in seconds, by part: {parts}. The parts "
         "of a request sum to its duration.",
-        labels=["tier", "part"],
+        labels=["part"],
     )
     misses = CounterMetricFamily(
         "fulcrum_router_slo_misses",
@@ -86,9 +87,10 @@ def _build_part_families(counters: Counters) -> Iterator[Metric]:
         "time after the first token if it exceeds its objective by a larger factor, else of the time before.",
         labels=["tier", "part"],
     )
+    sums_s = map(fsum, zip(*(tier.seconds_by_part for tier in counters.tiers.values()), strict=True))
+    for part, sum_s in zip(PARTS, sums_s, strict=False):  # none before the first request
+        seconds.add_metric([part], sum_s)
     for name, tier in sorted(counters.tiers.items()):
-        for part, seconds_of_part in zip(PARTS, tier.seconds_by_part, strict=True):
-            seconds.add_metric([name, part], seconds_of_part)
         for part, count in tier.misses_by_part.items():
             misses.add_metric([name, part], count)
     yield from (seconds, misses)

@@ -6,6 +6,7 @@ The router measures the middle parts in pairs: an engine reports neither when it
 has fetched the KV.
 """
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -65,14 +66,17 @@ def predict_ttft(
 
 
 class TtftErrors:
-    """Mean errors of the predictions of recent requests, by part."""
+    """Mean errors of the predictions of recent requests, by part; sums of predicted and measured TTFTs."""
 
-    __slots__ = ("decode_leg", "prefill_leg", "total")
+    __slots__ = ("decode_leg", "measured_s", "predicted_s", "prefill_leg", "streams", "total")
 
     def __init__(self) -> None:
         self.prefill_leg = PredictionErrorMean()
         self.decode_leg = PredictionErrorMean()
         self.total = PredictionErrorMean()
+        self.streams = 0
+        """Streams whose TTFT was predicted; the sums are over them."""
+        self.predicted_s = self.measured_s = 0.0
 
     def learn_prefill_leg(self, predicted: PredictedTtft, *, measured_s: float) -> None:
         """Learn from the response of a prefill leg."""
@@ -82,6 +86,10 @@ class TtftErrors:
         """Learn from the first token of a stream: measured times since the decode leg and since arrival."""
         self.decode_leg.learn(predicted_s=predicted.decode_leg_s, measured_s=decode_leg_s)
         self.total.learn(predicted_s=predicted.total_s, measured_s=ttft_s)
+        if predicted.total_s < math.inf:
+            self.streams += 1
+            self.predicted_s += predicted.total_s
+            self.measured_s += ttft_s
 
     def items(self) -> Iterator[tuple[str, float]]:
         """The known errors, by the name of the part in metrics."""

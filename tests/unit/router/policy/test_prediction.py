@@ -49,5 +49,6 @@ def test_the_error_is_known_for_each_part_that_was_measured() -> None:
     errors.learn_prefill_leg(predicted, measured_s=4.0)
     assert dict(errors.items()) == {"prefill_leg": -0.5}
     errors.learn_first_token(predicted, decode_leg_s=0.1, ttft_s=2.7)
+    assert (errors.streams, errors.predicted_s, errors.measured_s) == (1, predicted.total_s, 2.7)
     rounded = {part: round(error, 9) for part, error in errors.items()}
     assert rounded == {"prefill_leg": -0.5, "decode_leg": 1.0, "ttft": 0.0}
