@@ -3,6 +3,11 @@
 from tools.dashboards.panels import Panel, build_dashboard, lines
 from tools.dashboards.queries import RATE, SELECTOR, Query, largest, quantiles_of_all, rate
 
+_FORECAST = (
+    f"sum by (time) (rate(fulcrum_router_ttft_forecast_seconds_total{{{SELECTOR}}}[{RATE}]))"
+    f" / ignoring (time) group_left () sum(rate(fulcrum_router_ttft_forecasts_total{{{SELECTOR}}}[{RATE}]))"
+)
+
 
 def build() -> str:
     """Build the JSON of the dashboard."""
@@ -18,7 +23,7 @@ def _seen() -> list[Panel]:
             "prefill only while decode is below shrink. NaN (a gap): not known, nothing flips.",
             [
                 largest("autoscaler_load_ratio", "role"),
-                largest("autoscaler_threshold_ratio", "threshold"),
+                largest("autoscaler_threshold_ratio", "threshold", legend="{{threshold}} threshold"),
             ],
         ),
         lines(
@@ -33,6 +38,13 @@ def _seen() -> list[Panel]:
             "Age of the router's state",
             "More than some seconds: the autoscaler cannot read the router; see FulcrumAutoscalerBlind.",
             [Query(f"max(fulcrum_autoscaler_router_state_age_seconds{{{SELECTOR}}})", "age")],
+            unit="s",
+        ),
+        lines(
+            "Forecast and actual TTFT",
+            "Mean TTFT of streams: as predicted when the prompt was sent, and as it was. Flips follow from "
+            "the same model. Lines that part for minutes: see FulcrumPredictionsOff.",
+            [Query(_FORECAST, "{{time}}")],
             unit="s",
         ),
         lines(

@@ -3,6 +3,8 @@
 from tools.dashboards.panels import Panel, build_dashboard, figure, lines, timeline
 from tools.dashboards.queries import RATE, SELECTOR, Query, largest, quantiles_of_all, rate
 
+_ONE_IS_RIGHT = ((None, "red"), (1.0, "green"), (2.0, "orange"))
+
 
 def build() -> str:
     """Build the JSON of the dashboard."""
@@ -21,9 +23,13 @@ def _state() -> list[Panel]:
             "Operators that lead",
             "1 is right. 0: see FulcrumOperatorWithoutLeader.",
             Query("sum(fulcrum_operator_leader)"),
+            steps=_ONE_IS_RIGHT,
         ),
         figure(
-            "Active routers", "1 is right. 0: see FulcrumNoActiveRouter.", largest("router_active", "service")
+            "Active routers",
+            "1 is right. 0: see FulcrumNoActiveRouter.",
+            largest("router_active", "service"),
+            steps=_ONE_IS_RIGHT,
         ),
         figure(
             "Generation of the assignment",

@@ -5,6 +5,7 @@ The types of Grafana's SDK check the layout of the file, not the queries. Schema
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from grafana_foundation_sdk.builders import (
     common,
@@ -40,8 +41,18 @@ from tools.dashboards.queries import FLIPS, Query
 
 _SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 _WIDTH, _HEIGHT = 12, 8
+_BY_THRESHOLD = dashboard.FieldColor().mode(FieldColorModeId.THRESHOLDS)
 ROLE_COLORS = {"prefill": "orange", "decode": "blue"}
 """Colours of series whose name begins with a role: those of the live page."""
+_DASHED = {"fill": "dash", "dash": [6, 6]}
+_STYLES: dict[str, dict[str, Any]] = {
+    " assigned": {"custom.lineStyle": _DASHED},
+    " threshold": {"custom.lineStyle": _DASHED, "color": {"mode": "fixed", "fixedColor": "purple"}},
+    "p50": {"custom.lineStyle": {"fill": "dot", "dash": [2, 6]}},
+    "p90": {"custom.lineStyle": _DASHED},
+    "p99.9": {"custom.lineWidth": 2},
+}
+"""How lines are drawn, by the end of their name: quantiles of many tiers can be told apart in any colours."""
 Panel = timeseries.Panel | stat.Panel | statetimeline.Panel | statushistory.Panel
 
 
@@ -59,17 +70,23 @@ def lines(
     """A panel of lines; `text` says what to do, `limit` is a threshold, the axis reaches at least `top`."""
     panel = timeseries.Panel().title(title).description(text).datasource(_SOURCE).unit(unit)
     panel = panel.span(width).height(_HEIGHT).line_width(1).fill_opacity(0).axis_soft_min(0)
-    for role, color in ROLE_COLORS.items():
-        fixed = DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": color})
-        panel = panel.override_by_regexp(f"/^(to )?{role}( |$)/", [fixed])
-    dashes = DynamicConfigValue(id_val="custom.lineStyle", value={"fill": "dash", "dash": [6, 6]})
-    panel = panel.override_by_regexp("/ assigned$/", [dashes])
+    styles = {
+        f"/^(to )?{role}( |$)/": {"color": {"mode": "fixed", "fixedColor": color}}
+        for role, color in ROLE_COLORS.items()
+    } | {
+        f"/{end}$/": style
+        for end, style in _STYLES.items()
+        if any(query.legend.endswith(end) for query in queries)
+    }
+    for pattern, style in styles.items():
+        values = [DynamicConfigValue(id_val=name, value=value) for name, value in style.items()]
+        panel = panel.override_by_regexp(pattern, values)
     legend = common.VizLegendOptions().display_mode(LegendDisplayMode.LIST).placement(LegendPlacement.BOTTOM)
     panel = panel.legend(legend.show_legend(True))
     if stacked:
         panel = panel.stacking(common.StackingConfig().mode(StackingMode.NORMAL)).fill_opacity(50).min(0)
     if limit is not None:
-        panel = panel.thresholds(_steps(limit)).thresholds_style(
+        panel = panel.thresholds(_thresholds([(None, "green"), (limit, "red")])).thresholds_style(
             common.GraphThresholdsStyleConfig().mode(GraphThresholdsStyleMode.DASHED)
         )
     if top is not None:
@@ -79,9 +96,21 @@ def lines(
     return panel
 
 
-def figure(title: str, text: str, query: Query, *, unit: str = "short", width: int = 6) -> stat.Panel:
-    """A panel with one number."""
+def figure(
+    title: str,
+    text: str,
+    query: Query,
+    *,
+    unit: str = "short",
+    width: int = 6,
+    steps: Sequence[tuple[float | None, str]] = ((None, "text"),),
+) -> stat.Panel:
+    """A panel with one number for each series; `steps`: lowest value and colour of each step.
+
+    Without steps Grafana would draw all numbers from 80 on in red.
+    """
     panel = stat.Panel().title(title).description(text).datasource(_SOURCE).unit(unit)
+    panel = panel.thresholds(_thresholds(steps)).color_scheme(_BY_THRESHOLD)
     return panel.span(width).height(4).with_target(_build_target(query, 0))
 
 
@@ -108,10 +137,7 @@ def heat_map(
 ) -> statushistory.Panel:
     """A panel with a row of cells for each series; `steps`: lowest value and colour of each step."""
     panel = statushistory.Panel().title(title).description(text).datasource(_SOURCE).unit(unit)
-    thresholds = [Threshold(value=value, color=color) for value, color in steps]
-    config = dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(thresholds)
-    colors = dashboard.FieldColor().mode(FieldColorModeId.THRESHOLDS)
-    panel = panel.thresholds(config).color_scheme(colors).show_value(VisibilityMode.NEVER)
+    panel = panel.thresholds(_thresholds(steps)).color_scheme(_BY_THRESHOLD).show_value(VisibilityMode.NEVER)
     return panel.span(2 * _WIDTH).height(_HEIGHT).with_target(_build_target(query, 0))
 
 
@@ -161,12 +187,21 @@ def build_dashboard(
         for panel in panels:
             builder = builder.with_panel(panel)
     document = json.loads(JSONEncoder().encode(builder.build()))
+    _widen_single_panels(document["panels"])
     return json.dumps(document, indent=2, sort_keys=True) + "\n"
 
 
-def _steps(limit: float) -> dashboard.ThresholdsConfig:
-    steps = [Threshold(value=None, color="green"), Threshold(value=limit, color="red")]
-    return dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps)
+def _thresholds(steps: Sequence[tuple[float | None, str]]) -> dashboard.ThresholdsConfig:
+    thresholds = [Threshold(value=value, color=color) for value, color in steps]
+    return dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(thresholds)
+
+
+def _widen_single_panels(panels: Sequence[dict[str, Any]]) -> None:
+    """Give a panel the whole width if its right half would be empty."""
+    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels}
+    for place in (panel["gridPos"] for panel in panels):
+        if (place["w"], place["x"]) == (_WIDTH, 0) and (_WIDTH, place["y"]) not in places:
+            place["w"] = 2 * _WIDTH
 
 
 def _build_target(query: Query, number: int) -> prometheus.Dataquery:

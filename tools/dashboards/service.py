@@ -43,6 +43,7 @@ def _slo() -> list[Panel]:
             "more prefill. "
             "decode, decode_queue: more decode. transfer: see KV transfers below. retries: see failed legs.",
             [rate("router_slo_misses_total", "part")],
+            unit="reqps",
             stacked=True,
         ),
         lines(
@@ -78,7 +79,7 @@ def _latency() -> list[Panel]:
     return [
         lines(
             "TTFT of streams",
-            "From arrival to the first token. If p99 leaves p50 behind, look at the queues.",
+            "From arrival to the first token. If p99 leaves p50 (dotted) behind, look at the queues.",
             quantiles("fulcrum_router_ttft_seconds"),
             unit="s",
         ),

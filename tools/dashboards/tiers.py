@@ -44,6 +44,7 @@ def _promise() -> list[Panel]:
             Query(f"{_MET} / {_JUDGED}", "{{tier}}"),
             unit="percentunit",
             width=12,
+            steps=((None, "red"), (0.9, "orange"), (0.99, "green")),
         ),
         figure(
             "Share of the requests",
@@ -120,7 +121,7 @@ def _tenants() -> list[Panel]:
     return [
         lines(
             "Requests of tenants",
-            "The 50 tenants with most requests, and (others). One far above the rest: give it a rate limit, "
+            "The 8 tenants with most requests, and (others). One far above the rest: give it a rate limit, "
             "or a tier of its own.",
             [Query(f"sum by (tenant) (rate({_TENANT_REQUESTS}[{RATE}]))", "{{tenant}}")],
             unit="reqps",
