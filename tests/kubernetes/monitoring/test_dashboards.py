@@ -1,282 +1,52 @@
 """A real Prometheus scrapes a local service: every query of every dashboard gets data, every rule works."""
 
-import asyncio
 import json
-import subprocess
-import time
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
-import yaml
-from aiohttp import web
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from fulcrum_cli.assignment.writes import flip_instance
-from fulcrum_cli.local.engines import find_free_ports
-from fulcrum_cli.local.program_commands import ProgramCommands, router_command
-from fulcrum_cli.local.run import LocalRun, LocalRunOptions, run_local
-from fulcrum_cluster.clock import SystemClock
-from fulcrum_core.api import PDAssignment, PDInstance, PDService, Resource
-from fulcrum_core.api.manifest import load_manifest
-from fulcrum_core.values import Slo
-from fulcrum_operator.controller.cache import ObjectCache
-from fulcrum_operator.controller.metrics import ApiCallCollector, Metrics
-from fulcrum_operator.controller.service_metrics import ServiceCollector
-from fulcrum_simulator.client import LoadGenerator, LoadTarget
 from fulcrum_simulator.workload import WorkloadRequest
 from tests.conftest import RecordMeasurement
 from tests.kubernetes.monitoring.promtool import require_program
-from tests.paths import EXAMPLES, ROOT
+from tests.kubernetes.monitoring.scenario import (
+    DASHBOARDS,
+    DEADLINE_S,
+    RIGHTLY_EMPTY,
+    PanelQuery,
+    list_queries,
+    run_monitored_service,
+)
 from tests.waiting import wait_until
 
-RULES = ROOT / "helm" / "fulcrum" / "rules" / "fulcrum.yaml"
-DASHBOARDS = sorted((ROOT / "helm" / "fulcrum" / "dashboards").glob("*.json"))
-RIGHTLY_EMPTY = {
-    "Local prefills": "no prefill failed",
-    "Flip requests of the router": "every request may be within its SLO",
-    "Flips": "every split may be right",
-    "Failed background tasks": "none failed",
-    "Refused callers": "the service asks for no keys",
-    "Headers without effect": "every client is trusted",
-}
-"""Panels that may have no data in the scenario, and why."""
-TIERS = """
-apiVersion: fulcrum.dev/v1alpha1
-kind: QoSTier
-metadata: {name: premium}
-spec:  # no request can meet this objective
-  priority: 10
-  slo: {ttft: 1ms, tpot: 40ms}
-  sheddable: false
-  reservedFraction: 0.15
-  match: {tenants: [acme]}
----
-apiVersion: fulcrum.dev/v1alpha1
-kind: QoSTier
-metadata: {name: free}
-spec:
-  priority: -10
-  rateLimit: {tokensPerMinute: 1000}
-"""
-SENDERS = {"premium": "acme", "free": "globex", "unknown": "initech"}
-"""Tier that whole responses and streams are asked for, with the tenant that asks."""
-GRAFANA_VALUES = {
-    "__rate_interval": "10s",
-    "__range_s": "60",
-    "__range": "60s",
-    "namespace": "default",
-    "service": "play",
-    "price": "2.50",
-}
-"""Values of Grafana's variables, longer names first where one begins another."""
-REQUESTS, REQUESTS_PER_S, DEADLINE_S = 120, 8, 60.0
-
-
-def list_queries() -> list[tuple[str, str, str]]:
-    """Dashboard, panel and expression of each query, with the values that Grafana would put in."""
-    found: list[tuple[str, str, str]] = []
-    for file in DASHBOARDS:
-        dashboard = json.loads(file.read_text(encoding="utf-8"))
-        queries = [
-            (panel["title"], query) for panel in dashboard["panels"] for query in panel.get("targets", ())
-        ]
-        queries += [(annotation["name"], annotation) for annotation in dashboard["annotations"]["list"]]
-        found += [(file.stem, name, _put_values_in(query["expr"])) for name, query in queries]
-    return found
-
-
-def _put_values_in(expr: str) -> str:
-    for name, value in GRAFANA_VALUES.items():
-        expr = expr.replace(f"${name}", value)
-    return expr
-
-
-def list_engine_targets(instances: tuple[PDInstance, ...]) -> list[dict[str, Any]]:
-    return [
-        {
-            "targets": [instance.status.endpoint],
-            "labels": {
-                "namespace": "default",
-                "service": "play",
-                "instance": instance.metadata.name,
-                "role": (instance.status.role or "").lower(),
-            },
-        }
-        for instance in instances
-    ]
-
-
-@contextmanager
-def run_prometheus(folder: Path, jobs: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
-    """Run Prometheus with the rules and these static targets; yields its URL."""
-    (port,) = find_free_ports("127.0.0.1", 1)
-    scrapes = [
-        {"job_name": name, "honor_labels": True, "static_configs": targets} for name, targets in jobs.items()
-    ]
-    config = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-        "rule_files": [str(RULES)],
-        "scrape_configs": scrapes,
-    }
-    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    command = [
-        require_program("prometheus"),
-        f"--config.file={folder / 'prometheus.yml'}",
-        f"--storage.tsdb.path={folder / 'data'}",
-        f"--web.listen-address=127.0.0.1:{port}",
-        "--log.level=warn",
-    ]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            process.communicate()
-
-
-@asynccontextmanager
-async def serve_operator_metrics(run: LocalRun) -> AsyncIterator[str]:
-    """Serve the metrics that a leader would have of the run's objects; yields host:port."""
-    cache, metrics = ObjectCache(lambda _: None), Metrics()
-    metrics.registry.register(ServiceCollector(cache, SystemClock()))
-    responses = Counter[tuple[str, int]]()
-    metrics.registry.register(ApiCallCollector(responses))
-    metrics.leader.set(1)
-    metrics.reconciles.labels("ok").inc()
-
-    async def serve(_: web.Request) -> web.Response:
-        for kind in (PDService, PDInstance):
-            for obj in (await run.store.list(kind, namespace="default")).items:
-                cache.put_resource(obj)
-        metrics.reconcile_seconds.observe(0.01)
-        metrics.drain_seconds.observe(3.0)
-        responses["GET", 200] += 1
-        return web.Response(
-            body=generate_latest(metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST}
-        )
-
-    app = web.Application()
-    app.add_routes([web.get("/metrics", serve)])
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        yield "{}:{}".format(*runner.addresses[0])
-    finally:
-        await runner.cleanup()
-
-
-async def count_series(client: httpx.AsyncClient, url: str, expr: str) -> int:
-    """Number of series with a value in Prometheus' answer to a query over the last minute."""
-    now_s = time.time()
-    params: dict[str, str | float] = {"query": expr, "start": now_s - 60, "end": now_s, "step": 1}
-    response = (await client.get(f"{url}/api/v1/query_range", params=params)).json()
-    assert response["status"] == "success", f"{expr}: {response.get('error')}"
-    series = response["data"]["result"]
-    return sum(any(value != "NaN" for _, value in each["values"]) for each in series)
-
-
-async def find_empty_queries(client: httpx.AsyncClient, url: str) -> list[tuple[str, str, str]]:
-    counts = [(query, await count_series(client, url, query[2])) for query in list_queries()]
-    return [query for query, count in counts if not count and query[1] not in RIGHTLY_EMPTY]
-
-
-async def list_rule_health(client: httpx.AsyncClient, url: str) -> list[tuple[str, str]]:
-    """Name and health of each rule that was evaluated."""
-    groups = (await client.get(f"{url}/api/v1/rules")).json()["data"]["groups"]
-    return [(rule["name"], rule["health"]) for group in groups for rule in group["rules"]]
+REQUESTS, REQUESTS_PER_S = 120, 8
+SERIES_MAX, SERIES_OF_INSTANCE_MAX = 400, 150
 
 
 async def test_every_query_gets_data_and_every_rule_is_evaluated(
     tmp_path: Path, record_measurement: RecordMeasurement
 ) -> None:
     require_program("prometheus")
-    objects = make_service()
-    (metrics_port,) = find_free_ports("127.0.0.1", 1)
-    commands = ProgramCommands(
-        router=lambda options, ports: router_command(options, {**ports, "metrics_port": metrics_port})
+    load = [WorkloadRequest(number / REQUESTS_PER_S, 200, 20) for number in range(REQUESTS)]
+    async with run_monitored_service(tmp_path, load, disturbances=1, interval_s=5.0) as prometheus:
+        empty: list[PanelQuery] = []
+
+        async def has_data() -> bool:
+            empty[:] = await prometheus.find_empty_queries()
+            return not empty
+
+        with suppress(TimeoutError):
+            await wait_until(has_data, timeout_s=DEADLINE_S, interval_s=1.0)
+        for query in list_queries():  # a dashboard that was opened without a service
+            await prometheus.count_series(query.expr.replace('"play"', '""'))
+        health = await prometheus.list_rule_health()
+        of_service, of_instance = await prometheus.count_own_series()
+    record_measurement(
+        f"{len(list_queries())} queries of {len(DASHBOARDS)} dashboards, {len(health)} rules; series of a "
+        f"service with three tiers: {of_service}, of an instance: at most {of_instance}"
     )
-    labels = {"namespace": "default", "service": "play"}
-    async with (
-        run_local(objects, LocalRunOptions(port=0), commands=commands) as run,
-        serve_operator_metrics(run) as operator,
-        httpx.AsyncClient(trust_env=False, timeout=20.0) as client,
-    ):
-        instances = await run.wait_serving()
-        jobs: dict[str, list[dict[str, Any]]] = {
-            "router": [{"targets": [f"127.0.0.1:{metrics_port}"], "labels": labels}],
-            "autoscaler": [{"targets": [run.info.autoscaler_url.removeprefix("http://")]}],
-            "operator": [{"targets": [operator], "labels": {"namespace": "fulcrum-system"}}],
-            "engines": list_engine_targets(instances),
-        }
-        with run_prometheus(tmp_path, jobs) as url:
-            empty: list[tuple[str, str, str]] = []
-
-            async def has_scraped() -> bool:  # rates count from the first sample of a series on
-                with suppress(httpx.ConnectError, ValueError):  # it starts, and says so in plain text
-                    tiers = await count_series(client, url, "fulcrum_router_response_seconds_count")
-                    return tiers == len(SENDERS)
-                return False
-
-            async def has_data() -> bool:
-                empty[:] = await find_empty_queries(client, url)
-                return not empty
-
-            await send_of_each_tier(run, client)
-            await wait_until(has_scraped, "Prometheus has scraped the router", interval_s=0.2)
-            await asyncio.gather(send_load(run), disturb(run, client))
-            with suppress(TimeoutError):
-                await wait_until(has_data, timeout_s=DEADLINE_S, interval_s=1.0)
-            for _, _, expr in list_queries():  # a dashboard that was opened without a service
-                await count_series(client, url, expr.replace('"play"', '""'))
-            health = await list_rule_health(client, url)
     assert (empty, {state for _, state in health}) == ([], {"ok"})
-    record_measurement(f"{len(list_queries())} queries of {len(DASHBOARDS)} dashboards, {len(health)} rules")
-
-
-def make_service() -> tuple[Resource, ...]:
-    """The service of `fulcrum play` with three tiers, the built-in one included, and admission."""
-    play, tiers = (EXAMPLES / "play.yaml").read_text(), load_manifest(TIERS, source="tiers")
-    text = play.replace("  router:\n", "  qosTiers: [premium, free]\n  router:\n    admission: Enforce\n")
-    return (*tiers, *load_manifest(text, source="play.yaml"))
-
-
-async def disturb(run: LocalRun, client: httpx.AsyncClient) -> None:
-    """While the load is sent: send requests of all tiers, flip an instance, kill an engine that streams."""
-    for _ in range(6):
-        await send_of_each_tier(run, client)
-    roles = (await run.store.get(PDAssignment, "play", namespace="default")).spec.roles
-    name, entry = next(iter(sorted(roles.items())))
-    await flip_instance(run.store, "play", name, entry.role.other, namespace="default", reason="by the test")
-    body = {"model": "laptop-1b", "prompt": "word", "max_tokens": 2_000, "stream": True}
-    async with client.stream("POST", f"{run.info.router_url}/v1/completions", json=body) as response:
-        run.kill(response.headers["x-fulcrum-decode"])  # the head comes with the first token
-        with suppress(httpx.RemoteProtocolError):  # without a seed another engine cannot go on with it
-            await response.aread()
-
-
-async def send_of_each_tier(run: LocalRun, client: httpx.AsyncClient) -> None:
-    """Send a whole response and a stream of each tier."""
-    for tier, tenant in SENDERS.items():
-        headers = {"x-customer-tier": tier, "x-tenant-id": tenant}
-        for stream in (False, True):
-            body = {"model": "laptop-1b", "prompt": "word " * 200, "max_tokens": 4, "stream": stream}
-            await client.post(f"{run.info.router_url}/v1/completions", json=body, headers=headers)
-
-
-async def send_load(run: LocalRun) -> None:
-    """Send streams to the service for some seconds."""
-    host, port = run.info.router_url.removeprefix("http://").split(":")
-    target = LoadTarget(host=host, port=int(port), model="laptop-1b", chat_share=0.5)
-    load = LoadGenerator(target, slo=Slo(60.0, 60.0), seed=1)
-    await load.send([WorkloadRequest(number / REQUESTS_PER_S, 200, 20) for number in range(REQUESTS)])
-    await load.finish(timeout_s=DEADLINE_S)
+    assert (of_service <= SERIES_MAX, of_instance <= SERIES_OF_INSTANCE_MAX) == (True, True)
 
 
 def test_each_panel_says_what_to_do() -> None:
@@ -293,4 +63,4 @@ def test_no_panel_is_wider_than_its_place() -> None:
 
 @pytest.mark.parametrize("title", RIGHTLY_EMPTY)
 def test_a_panel_that_may_be_empty_exists(title: str) -> None:
-    assert title in {panel for _, panel, _ in list_queries()}
+    assert title in {query.panel for query in list_queries()}
