@@ -62,8 +62,9 @@ class EngineHost:
         ports = ("--port", str(port), "--side-channel-port", str(side_channel_port))
         arguments = ["--name", "a", "--model", MODEL, "--profile", self._profile, *ports]
         self._process.stdin.write(orjson.dumps(arguments) + b"\n")
-        await event.wait()
-        await known.wait()
+        async with asyncio.timeout(_DEADLINE_S):  # else a line that is lost would let the run wait for ever
+            await event.wait()
+            await known.wait()
 
     async def restart(self, port: int, side_channel_port: int) -> None:
         """Kill an engine and start it again as soon as its ports are free."""

@@ -4,7 +4,12 @@
 
 A router, two prefill and two decode instances (simulated engines), one hostile engine of each role. Good
 requests are sent for a while without hostile ones, then with them, then without again. Printed: good requests
-that failed, their p99 with and without, the router's memory over time and the stalls of its event loop.
+that failed, their p99 with and without, the processor time of each part, how long the router's own page
+`/health` takes (which needs no engine), the router's memory over time and the stalls of its event loop.
+
+Elsewhere hostile clients have machines of their own. Here they share the processors with the router, the
+engines and the good clients, and therefore run at the lowest priority: their attacks are as many as long as a
+processor is idle, which the printed processor time and number of attacks show.
 
 Exit code 1 if a good request failed, if p99 is more than twice that without, if memory grew by more than 5 %
 from the middle third of the hostile time to the last, or if a stall (p99.99 of processor time) exceeds 20 ms.
@@ -14,27 +19,38 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
 import orjson
 import uvloop
 import yaml
 
-from fulcrum_cluster.process import bind_socket, die_with_parent
+from bench.hostile_kinds import (
+    CLIENTS,
+    ENGINE_RESPONSES,
+    MODEL,
+    exchange,
+    post,
+    run_hostile_clients,
+    run_hostile_engines,
+)
+from fulcrum_cluster.process import die_with_parent
 from fulcrum_core.profiles import load_profile
 from fulcrum_router.http1.limits import raise_file_limit
 from fulcrum_simulator.percentile import percentile
 from tests.integration.router.measured_router import MeasuredRouter, Stalls, run_measured_router
-from tests.integration.simulator.servers import launch, ready
+from tests.integration.simulator.servers import Server, launch, ready
 
 QUIET_S = 30.0
 QUICK = {
@@ -43,8 +59,6 @@ QUICK = {
 }
 """Profile of the engines: 50,000 prompt tokens a second, about 5 ms a token."""
 P99_RATIO_MAX, RSS_GROWTH_MAX, STALL_MAX_S = 2.0, 0.05, 0.020
-MODEL = "tiny"
-_HOST = "127.0.0.1"
 _DEADLINE_S = 60.0
 
 
@@ -100,271 +114,42 @@ async def _send_good(port: int, body: dict[str, object], intended_s: float, resu
         results.failures[type(error).__name__] += 1
 
 
-def post(body: bytes, *header_lines: bytes, path: bytes = b"/v1/completions") -> bytes:
-    """Build a request."""
-    lines = b"".join(line + b"\r\n" for line in header_lines)
-    return b"POST %b HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d\r\n\r\n%b" % (path, lines, len(body), body)
+# --- the hostile side ----------------------------------------------------------------------------------
 
 
-async def exchange(port: int, data: bytes) -> bytes:
-    """Send bytes and read until the router closes the connection."""
-    reader, writer = await asyncio.open_connection(_HOST, port, limit=1 << 20)
-    try:
-        writer.write(data)
-        return await reader.read(-1)
-    finally:
-        writer.transport.abort()
+class HostileSide:
+    """The processes of hostile engines and clients."""
 
-
-_CLOSED = (OSError, RuntimeError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError)
-"""What a closed connection raises; uvloop raises a RuntimeError in a write."""
-
-# --- hostile clients -----------------------------------------------------------------------------------
-
-Kind = Callable[[int, random.Random], Awaitable[object]]
-PROMPT = b'"model":"tiny","prompt":"a b c","max_tokens":4'
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
-CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
-
-
-def send_once(build: Callable[[random.Random], bytes], *, read_s: float = 3.0) -> Kind:
-    """A client that sends bytes, and reads for some time."""
-
-    async def attack(port: int, rng: random.Random) -> None:
-        async with asyncio.timeout(read_s):
-            await exchange(port, build(rng))
-
-    return attack
-
-
-def send_body(body: bytes, *header_lines: bytes, path: bytes = b"/v1/completions") -> Kind:
-    """A client that sends one body."""
-    return send_once(lambda _: post(body, b"connection: close", *header_lines, path=path))
-
-
-def send_slowly(first: bytes, piece: bytes, *, pause_s: float = 0.5, seconds: float = 20.0) -> Kind:
-    """A client that begins a request and goes on in small pieces."""
-
-    async def attack(port: int, rng: random.Random) -> None:
-        del rng
-        _, writer = await asyncio.open_connection(_HOST, port)
-        with contextlib.closing(writer):
-            writer.write(first)
-            for _ in range(int(seconds / pause_s)):
-                writer.write(piece)
-                await writer.drain()
-                await asyncio.sleep(pause_s)
-
-    return attack
-
-
-async def read_nothing(port: int, rng: random.Random) -> None:
-    """Request a stream and do not read it."""
-    del rng
-    reader, writer = await asyncio.open_connection(_HOST, port, limit=1)
-    body = b'{"model":"tiny","prompt":"a","max_tokens":2000,"stream":true}'
-    writer.write(post(body))
-    await asyncio.sleep(15)
-    writer.transport.abort()
-    del reader
-
-
-async def half_close(port: int, rng: random.Random) -> None:
-    """End the sending side at once."""
-    del rng
-    reader, writer = await asyncio.open_connection(_HOST, port)
-    writer.write(post(b"{%b}" % PROMPT))
-    writer.write_eof()
-    async with asyncio.timeout(3):
-        await reader.read(-1)
-    writer.transport.abort()
-
-
-async def leave(port: int, rng: random.Random) -> None:
-    """Send a request and leave at some instant."""
-    _, writer = await asyncio.open_connection(_HOST, port)
-    writer.write(post(b'{%b,"stream":true}' % PROMPT.replace(b":4", b":200")))
-    await asyncio.sleep(rng.random() ** 3)
-    writer.transport.abort()
-
-
-async def be_silent(port: int, rng: random.Random) -> None:
-    """Hold 20 connections without a byte."""
-    del rng
-    opened = [await asyncio.open_connection(_HOST, port) for _ in range(20)]
-    await asyncio.sleep(10)
-    for _, writer in opened:
-        writer.transport.abort()
-
-
-async def connect_and_reset(port: int, rng: random.Random) -> None:
-    """Connect and leave, 50 times."""
-    del rng
-    for _ in range(50):
-        _, writer = await asyncio.open_connection(_HOST, port)
-        writer.transport.abort()
-
-
-IDS = b'{"model":"tiny","prompt":[%b1]}' % (b"123456," * 1_000_000)
-VALUES = b'{"model":"tiny","prompt":[%b1]}' % (b"12345," * 250_000)
-LONG_TEXT = b'{"model":"tiny","prompt":"%b"}' % (b"word " * 1_500_000)
-UPGRADE = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
-
-CLIENTS: dict[str, tuple[Kind, float]] = {
-    "1,000 levels": (send_body(b'{"prompt":' + b"[" * 1_000 + b"]" * 1_000 + b"}"), 0.2),
-    "100,000 levels": (send_body(b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), 0.5),
-    "7 MB of token ids": (send_body(IDS), 3.0),
-    "250,000 token ids": (send_body(VALUES), 3.0),
-    "7 MB of text": (send_body(LONG_TEXT), 3.0),
-    "100,000 names": (
-        send_body(orjson.dumps({"prompt": "x", "a": {str(n): n for n in range(100_000)}})),
-        2.0,
-    ),
-    "empty arrays": (send_body(b'{"prompt":"x","a":[' + b"[]," * 60_000 + b"1]}"), 1.0),
-    "huge number": (send_body(b'{%b,"n":%b}' % (PROMPT, b"9" * 5_000)), 0.3),
-    "repeated transfer fields": (
-        send_body(
-            b'{%b,"kv_transfer_params":{"a":1},"kv_transfer_params":{"do_remote_prefill":true}}' % PROMPT
-        ),
-        0.3,
-    ),
-    "nested transfer fields": (
-        send_body(b'{%b,"vllm_xargs":{"kv_transfer_params":"x"},"n":2}' % PROMPT),
-        0.3,
-    ),
-    "many prompts": (send_body(orjson.dumps({"model": MODEL, "prompt": ["x"] * 3_000})), 0.5),
-    "stream of no boolean": (send_body(b'{%b,"stream":"perhaps"}' % PROMPT), 0.3),
-    "no JSON": (send_body(b"\xff\xfe{"), 0.2),
-    "poisoned estimate": (
-        send_body(
-            orjson.dumps(
-                {"model": MODEL, "prompt": "x" * 90_000, "truncate_prompt_tokens": 1, "max_tokens": 1}
+    def __init__(self, seed: int) -> None:
+        self.engines, self.clients = (
+            subprocess.Popen(
+                [sys.executable, __file__, "--hostile", part, "--seed", str(seed)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
             )
-        ),
-        1.0,
-    ),
-    "echo of log-probabilities": (
-        send_body(b'{%b,"echo":true,"logprobs":5,"prompt_logprobs":5}' % PROMPT),
-        0.5,
-    ),
-    "length and chunks": (
-        send_once(lambda _: HEAD + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\nGET"),
-        0.3,
-    ),
-    "two lengths": (send_once(lambda _: HEAD + b"content-length: 4\r\ncontent-length: 5\r\n\r\nabcde"), 0.3),
-    "line ends without return": (send_once(lambda _: HEAD.replace(b"\r\n", b"\n") + b"\n"), 0.3),
-    "folded header": (send_once(lambda _: HEAD + b"x: a\r\n b\r\n\r\n"), 0.3),
-    "no Host": (send_once(lambda _: b"GET /health HTTP/1.1\r\n\r\n"), 0.3),
-    "bad expectation": (send_once(lambda _: HEAD + b"expect: magic\r\ncontent-length: 1\r\n\r\n"), 0.3),
-    "huge header": (send_once(lambda _: HEAD + b"x: " + b"y" * 100_000 + b"\r\n\r\n"), 0.3),
-    "unknown tier, odd bytes": (send_body(b"{%b}" % PROMPT, b"x-customer-tier: \xff" + b"z" * 900), 0.3),
-    "pages in a row": (
-        send_once(lambda _: b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n" * 400, read_s=1.0),
-        0.5,
-    ),
-    "upgrades in a row": (send_once(lambda _: UPGRADE * 1_000, read_s=1.0), 0.5),
-    "unknown paths": (send_once(lambda _: b"GET /%b HTTP/1.1\r\nhost: x\r\n\r\n" % (b"a" * 9_000)), 0.3),
-    "random bytes": (send_once(lambda rng: rng.randbytes(2_000)), 0.2),
-    "TLS to a plain port": (
-        send_once(lambda _: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"x" * 500),
-        0.3,
-    ),
-    "tiny chunks": (send_once(lambda _: CHUNKED + b"1\r\na\r\n" * 40_000 + b"0\r\n\r\n"), 1.0),
-    "long chunk extension": (send_once(lambda _: CHUNKED + b"1;" + b"e" * 60_000 + b"\r\na\r\n"), 0.5),
-    "slow head": (send_slowly(HEAD, b"x-a: b\r\n"), 0.5),
-    "slow body": (send_slowly(HEAD + b"content-length: 100000\r\n\r\n" + b"x" * 60_000, b"x"), 0.5),
-    "no reading": (read_nothing, 0.5),
-    "half-closed": (half_close, 0.5),
-    "leaves at any instant": (leave, 0.05),
-    "silent connections": (be_silent, 1.0),
-    "connect and reset": (connect_and_reset, 0.5),
-}
-"""Hostile clients by kind, each with the mean pause in seconds between two of them."""
+            for part in ("engines", "clients")
+        )
+        assert self.engines.stdout is not None
+        self.prefill, self.decode = json.loads(self.engines.stdout.readline())
 
+    def begin(self, port: int) -> None:
+        """Let the engines listen, and the clients attack a port."""
+        for process in (self.engines, self.clients):
+            assert process.stdin is not None
+            process.stdin.write(f"{port}\n")
+            process.stdin.flush()
 
-async def attack(
-    port: int, kind: Kind, pause_s: float, rng: random.Random, counts: Counter[str], name: str
-) -> None:
-    """Send clients of one kind, at most 30 at the same time, until cancelled."""
-    at_once = asyncio.Semaphore(30)
-
-    async def one() -> None:
-        async with at_once:
-            with contextlib.suppress(*_CLOSED):
-                await kind(port, rng)
-            counts[name] += 1
-
-    async with asyncio.TaskGroup() as group:
-        while True:
-            await at_once.acquire()
-            at_once.release()
-            group.create_task(one())
-            await asyncio.sleep(rng.expovariate(1 / pause_s))
-
-
-# --- hostile engines -----------------------------------------------------------------------------------
-
-OK = b"HTTP/1.1 200 OK\r\n"
-JSON = OK + b"content-type: application/json\r\n"
-EVENTS = OK + b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-ENGINE_RESPONSES: dict[str, tuple[bytes, bytes, float]] = {
-    "garbage": (b"\x00\xff" * 500, b"", 0.0),
-    "endless head": (OK, b"x-a: b\r\n" * 500, 1.0),
-    "length too long": (JSON + b"content-length: 100\r\n\r\n{}", b"", 0.0),
-    "length too short": (JSON + b"content-length: 1\r\n\r\n{}{}{}", b"", 0.0),
-    "broken JSON": (JSON + b"content-length: 3\r\n\r\n{{{", b"", 0.0),
-    "slow head": (b"HTTP/1.1 ", b"2", 1.0),
-    "500": (b"HTTP/1.1 500 No\r\ncontent-length: 0\r\n\r\n", b"", 0.0),
-    "503": (b"HTTP/1.1 503 No\r\ncontent-length: 0\r\n\r\n", b"", 0.0),
-    "close": (b"", b"", 0.0),
-    "tiny chunks": (JSON + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\n{\r\n" * 60_000, b"", 0.0),
-    "no token in a stream": (EVENTS + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n", b"", 0.0),
-}
-"""Responses by kind: first bytes, bytes that are repeated, for how many seconds. Then they close."""
-
-
-@contextlib.asynccontextmanager
-async def run_hostile_engine(
-    bound: socket.socket, rng: random.Random, counts: Counter[str]
-) -> AsyncIterator[None]:
-    """Run an engine each of whose responses is of another kind; its pages are healthy."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(*_CLOSED):
-            while (await reader.readuntil(b"\r\n\r\n")).startswith(b"GET"):
-                writer.write(OK + b"content-length: 0\r\n\r\n")
-            name = rng.choice(sorted(ENGINE_RESPONSES))
-            counts[f"engine: {name}"] += 1
-            first, again, seconds = ENGINE_RESPONSES[name]
-            writer.write(first)
-            end_s = time.monotonic() + seconds
-            while again and time.monotonic() < end_s:
-                writer.write(again)
-                await writer.drain()
-                await asyncio.sleep(0.1)
-            await writer.drain()
-        writer.transport.abort()
-
-    async with await asyncio.start_server(serve, sock=bound):
-        yield
-
-
-async def run_hostile_side(seed: int) -> None:
-    """The hostile process: print the ports of its engines; attack the port that comes on standard input."""
-    rng, counts = random.Random(seed), Counter[str]()
-    bound = [bind_socket(_HOST, 0, option="--port") for _ in range(2)]  # they refuse until they listen
-    print(json.dumps([engine.getsockname()[1] for engine in bound]), flush=True)
-    port = int(await asyncio.to_thread(sys.stdin.readline))
-    async with run_hostile_engine(bound[0], rng, counts), run_hostile_engine(bound[1], rng, counts):
-        attacks = [
-            asyncio.create_task(attack(port, kind, pause_s, rng, counts, name))
-            for name, (kind, pause_s) in CLIENTS.items()
-        ]
-        await asyncio.to_thread(sys.stdin.readline)
-        for task in attacks:
-            task.cancel()
-        await asyncio.wait(attacks)
-    print(json.dumps(counts), flush=True)
+    def end(self) -> dict[str, int]:
+        """End all; return how many hostile clients and responses there were of each kind."""
+        counts: dict[str, int] = {}
+        for process in (self.clients, self.engines):
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write("end\n")
+            process.stdin.close()
+            counts |= json.loads(process.stdout.readline())
+        return counts
 
 
 # --- the run -------------------------------------------------------------------------------------------
@@ -377,9 +162,66 @@ async def measure_memory(router: MeasuredRouter, samples: list[int]) -> None:
         await asyncio.sleep(1.0)
 
 
+async def ask_for_health(port: int, latencies_s: list[float]) -> None:
+    """Ask for the router's health ten times a second, each time on a new connection, until cancelled."""
+    while True:
+        began_s = time.monotonic()
+        await exchange(port, b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        latencies_s.append(time.monotonic() - began_s)
+        await asyncio.sleep(0.1)
+
+
+def read_cpu_s(pid: int) -> float:
+    """Read the processor time that a process has used, in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Phase:
+    """One phase of the run: its good requests, and what the parts used meanwhile."""
+
+    name: str
+    good: Results
+    health_s: list[float]
+    cores: dict[str, float]
+    """Processors used by each part, on average."""
+
+    def describe(self) -> str:
+        """Two lines for the report."""
+        p50, p99 = ((percentile(self.health_s, share) or 0.0) * 1e3 for share in (50, 99))
+        cores = ", ".join(f"{part} {used:.2f}" for part, used in self.cores.items())
+        return (
+            f"{self.name}: {self.good.describe()}\n"
+            f"  /health of the router: p50 {p50:.1f} ms, p99 {p99:.1f} ms; processors used: {cores}"
+        )
+
+
+async def run_phase(
+    name: str,
+    router: MeasuredRouter,
+    parts: Mapping[str, Sequence[int]],
+    *,
+    rate: float,
+    seconds: float,
+    rng: random.Random,
+) -> Phase:
+    """Send good requests for some time; `parts` are the processes whose processor time counts."""
+    health_s: list[float] = []
+    asking = asyncio.create_task(ask_for_health(router.port, health_s))
+    began_s, before = time.monotonic(), {part: sum(map(read_cpu_s, pids)) for part, pids in parts.items()}
+    good = await send_good_requests(router.port, rate, seconds, rng)
+    took_s = time.monotonic() - began_s
+    cores = {part: (sum(map(read_cpu_s, pids)) - before[part]) / took_s for part, pids in parts.items()}
+    asking.cancel()
+    phase = Phase(name, good, health_s, cores)
+    print(phase.describe(), flush=True)
+    return phase
+
+
 @contextlib.contextmanager
-def run_engines(count: int) -> Iterator[list[int]]:
-    """Run simulated engines; yields their ports."""
+def run_engines(count: int) -> Iterator[list[Server]]:
+    """Run simulated engines."""
     profile = load_profile("laptop").model_dump() | QUICK
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(yaml.safe_dump(profile))
@@ -387,7 +229,7 @@ def run_engines(count: int) -> Iterator[list[int]]:
         processes = [launch(file.name, "--seed", str(number)) for number in range(count)]
         servers = [ready(process) for process in processes]
     try:
-        yield [server.port for server in servers]
+        yield servers
     finally:
         for server in servers:
             server.kill()
@@ -395,32 +237,28 @@ def run_engines(count: int) -> Iterator[list[int]]:
 
 async def run(minutes: float, rate: float, seed: int) -> int:
     """Run the three phases and print the report; return the exit code."""
-    rng = random.Random(seed)
-    command = [sys.executable, __file__, "--hostile-side", "--seed", str(seed)]
-    side = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert side.stdin is not None
-    assert side.stdout is not None
-    hostile_prefill, hostile_decode = json.loads(side.stdout.readline())
+    rng, side = random.Random(seed), HostileSide(seed)
     with run_engines(4) as engines:
-        async with run_measured_router(
-            [*engines[:2], hostile_prefill], [*engines[2:], hostile_decode]
-        ) as router:
+        ports = [engine.port for engine in engines]
+        async with run_measured_router([*ports[:2], side.prefill], [*ports[2:], side.decode]) as router:
+            parts = {
+                "router": [router.process.pid],
+                "engines": [engine.process.pid for engine in engines],
+                "good clients": [os.getpid()],
+                "hostile clients": [side.clients.pid],
+                "hostile engines": [side.engines.pid],
+            }
+            send = partial(run_phase, router=router, parts=parts, rate=rate, rng=rng)
             memory: list[int] = []
-            before = await send_good_requests(router.port, rate, QUIET_S, rng)
-            print(f"before:  {before.describe()}", flush=True)
+            before = await send("before", seconds=QUIET_S)
             measuring = asyncio.create_task(measure_memory(router, memory))
-            side.stdin.write(f"{router.port}\n")
-            side.stdin.flush()
-            during = await send_good_requests(router.port, rate, minutes * 60, rng)
+            side.begin(router.port)
+            during = await send("hostile", seconds=minutes * 60)
             measuring.cancel()
-            side.stdin.write("end\n")
-            side.stdin.close()
-            counts: dict[str, int] = json.loads(await asyncio.to_thread(side.stdout.readline))
-            print(f"hostile: {during.describe()}", flush=True)
-            after = await send_good_requests(router.port, rate, QUIET_S, rng)
-            print(f"after:   {after.describe()}", flush=True)
+            counts = await asyncio.to_thread(side.end)
+            after = await send("after", seconds=QUIET_S)
             router.end()
-            return report(before, during, after, memory, counts, router.read_stalls())
+            return report(before.good, during.good, after.good, memory, counts, router.read_stalls())
 
 
 def report(
@@ -461,12 +299,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0, help="time with hostile load (%(default)s)")
     parser.add_argument("--rate", type=float, default=50.0, help="good requests a second (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="seed of all requests (%(default)s)")
-    parser.add_argument("--hostile-side", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--hostile", choices=("engines", "clients"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     raise_file_limit()
-    if given.hostile_side:
+    if given.hostile:
         die_with_parent()
-        uvloop.run(run_hostile_side(given.seed))
+        uvloop.run((run_hostile_engines if given.hostile == "engines" else run_hostile_clients)(given.seed))
     else:
         sys.exit(uvloop.run(run(given.minutes, given.rate, given.seed)))
 

@@ -48,14 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fulcrum" / "bench-router"
     harness = Path(folder)
     build_programs(harness, cache)
-    ours, other = _describe_fulcrum(Path(sys.executable), port=7901), {}
+    ours, other = describe_fulcrum(Path(sys.executable), port=7901), {}
     if options.compiled:
         ours["env"] = {"PYTHONPATH": str(compile_packages())}
     if options.against is None:
         _install_vllm_router(cache)
         other["vllm-router"] = _describe_vllm_router(cache)
     else:
-        other["other checkout"] = _describe_fulcrum(
+        other["other checkout"] = describe_fulcrum(
             options.against.absolute() / ".venv" / "bin" / "python", port=7801
         )
     results = _run(harness, cache, options, {FULCRUM: ours, **other})
@@ -118,7 +118,7 @@ def _run(
     return results
 
 
-def _describe_fulcrum(python: Path, *, port: int) -> dict[str, Any]:
+def describe_fulcrum(python: Path, *, port: int) -> dict[str, Any]:
     """Describe to the harness the router of the checkout to which this interpreter's environment belongs."""
 
     def endpoints(ports: Sequence[int]) -> str:
