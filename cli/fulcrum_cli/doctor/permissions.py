@@ -56,7 +56,10 @@ OPERATOR_PERMISSIONS = (
         for kind in ("pdpools", "pdassignments", "pdinstances")
     ),
     *(Permission("delete", kind) for kind in ("pdpools", "pdassignments", "pdinstances")),
-    *(Permission("patch", kind, subresource="status") for kind in ("pdservices", "pdpools", "pdinstances")),
+    *(
+        Permission("patch", kind, subresource="status")
+        for kind in ("pdservices", "pdpools", "pdinstances", "pdassignments")
+    ),
     *(Permission(verb, "pods", "") for verb in ("create", "delete", "list", "patch", "watch")),
     *(Permission(verb, "events", "") for verb in ("create", "patch")),
     *(

@@ -2,7 +2,14 @@
 
 from fulcrum_core.api.manifest import load_manifest, parse_object
 from fulcrum_core.api.meta import Condition, ObjectMeta, OwnerReference, Resource
-from fulcrum_core.api.pdassignment import Floors, PDAssignment, PDAssignmentSpec, Refusal, RoleAssignment
+from fulcrum_core.api.pdassignment import (
+    Floors,
+    PDAssignment,
+    PDAssignmentSpec,
+    PDAssignmentStatus,
+    Refusal,
+    RoleAssignment,
+)
 from fulcrum_core.api.pdinstance import EngineIdentitySpec, PDInstance, PDInstanceSpec, PDInstanceStatus
 from fulcrum_core.api.pdpool import (
     Bounds,
@@ -38,6 +45,7 @@ __all__ = [
     "OwnerReference",
     "PDAssignment",
     "PDAssignmentSpec",
+    "PDAssignmentStatus",
     "PDInstance",
     "PDInstanceSpec",
     "PDInstanceStatus",

@@ -96,6 +96,20 @@ class PDAssignmentSpec(ApiModel):
     flips: StrictInt = Field(default=0, ge=0, le=2**53, description="Number of flips so far.")
 
 
+class PDAssignmentStatus(ApiModel):
+    """Summary of the assigned roles, for `kubectl get`. Programs read the roles themselves from the spec."""
+
+    prefill: int | None = Field(default=None, description="Number of instances with the role Prefill.")
+    decode: int | None = Field(default=None, description="Number of instances with the role Decode.")
+    cordoned: int | None = Field(default=None, description="Number of cordoned instances.")
+    prefill_instances: str = Field(
+        default="", description="Names of the first instances with the role Prefill."
+    )
+    decode_instances: str = Field(
+        default="", description="Names of the first instances with the role Decode."
+    )
+
+
 class PDAssignment(Resource):
     """Role of every instance of one service. Created by the operator under the service's name."""
 
@@ -103,11 +117,23 @@ class PDAssignment(Resource):
     short_name: ClassVar[str] = "pda"
     immutable_fields: ClassVar[tuple[str, ...]] = ("service",)
     printer_columns: ClassVar[tuple[PrinterColumn, ...]] = (
+        PrinterColumn(name="Prefill", type="integer", json_path=".status.prefill"),
+        PrinterColumn(name="Decode", type="integer", json_path=".status.decode"),
+        PrinterColumn(name="Cordoned", type="integer", json_path=".status.cordoned"),
         PrinterColumn(name="Flips", type="integer", json_path=".spec.flips"),
         PrinterColumn(name="Floor P", type="integer", json_path=".spec.floors.prefill"),
         PrinterColumn(name="Floor D", type="integer", json_path=".spec.floors.decode"),
+        PrinterColumn(
+            name="Prefill Instances", type="string", json_path=".status.prefillInstances", priority=1
+        ),
+        PrinterColumn(
+            name="Decode Instances", type="string", json_path=".status.decodeInstances", priority=1
+        ),
         PrinterColumn(name="Age", type="date", json_path=".metadata.creationTimestamp"),
     )
 
     kind: Literal["PDAssignment"] = "PDAssignment"
     spec: PDAssignmentSpec = Field(description="Desired role of each instance.")
+    status: PDAssignmentStatus = Field(
+        default_factory=PDAssignmentStatus, description="Summary of the assigned roles."
+    )

@@ -24,7 +24,7 @@ operator deletes none but EndpointSlices whose Service has changed.
   resources: [pdassignments]
   verbs: [create, delete, get, list, patch, watch]
 - apiGroups: [fulcrum.dev]
-  resources: [pdservices/status, pdpools/status, pdinstances/status]
+  resources: [pdservices/status, pdpools/status, pdinstances/status, pdassignments/status]
   verbs: [patch]
 - apiGroups: [""]
   resources: [pods]

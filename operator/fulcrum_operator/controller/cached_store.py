@@ -11,7 +11,7 @@ from fulcrum_core.api import PDPool, Resource
 from fulcrum_core.errors import AlreadyExists, Conflict, InvalidInput, NotFound, StoreUnavailable
 from fulcrum_core.ports import Listing, Store, WatchEvent
 from fulcrum_operator.controller.cache import ObjectCache
-from fulcrum_operator.controller.missing_fields import MissingFields
+from fulcrum_operator.controller.missing_fields import UNKNOWN_FIELD, MissingFields
 
 R = TypeVar("R", bound=Resource)
 
@@ -116,9 +116,15 @@ class CachedStore:
         async def write(known: Mapping[str, Any]) -> R:
             if not known:
                 return await self.get(kind, name, namespace=namespace)
-            return await self._store.patch_status(
-                kind, name, known["status"], namespace=namespace, resource_version=resource_version
-            )
+            try:
+                return await self._store.patch_status(
+                    kind, name, known["status"], namespace=namespace, resource_version=resource_version
+                )
+            except NotFound:
+                await self._store.get(kind, name, namespace=namespace)  # the object itself may be gone
+                raise InvalidInput(
+                    "status", None, UNKNOWN_FIELD
+                ) from None  # older CRDs have no such subresource
 
         return await self._write_through(kind, namespace, name, {"status": patch}, write)
 

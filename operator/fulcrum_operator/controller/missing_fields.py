@@ -16,7 +16,8 @@ from fulcrum_operator.plan.observed import FailureCause
 
 Path = tuple[str, ...]
 
-_UNKNOWN = "is not a field"
+UNKNOWN_FIELD = "is not a field"
+"""Rule of an error that names a field which the CRDs lack."""
 _EACH = "*"
 """Stands for each item of a list, or each key of `_MAPS`."""
 _MAPS = frozenset({("spec", "roles")})
@@ -35,7 +36,7 @@ class MissingFields:
         """Remember the field that a refusal names; False if the refusal has another reason."""
         path = _parse_path(error.path)
         known = self._paths.setdefault(kind, {})
-        if error.rule != _UNKNOWN or known.get(path):
+        if error.rule != UNKNOWN_FIELD or known.get(path):
             return False
         known[path] = True
         return True

@@ -55,6 +55,7 @@ from fulcrum_operator.plan.phases import EngineAction, InstanceFacts, PhaseTrans
 from fulcrum_operator.plan.pools import desired_pools, desired_replicas
 from fulcrum_operator.plan.rollout import PoolView, next_rollout_deadline_s, view_pool
 from fulcrum_operator.plan.start_deadlines import list_start_deadlines_s
+from fulcrum_operator.plan.status.assignment import assignment_status
 from fulcrum_operator.plan.status.kv_transfer_verified import verified_at
 from fulcrum_operator.plan.status.pool import report_pool
 from fulcrum_operator.plan.status.service import service_status
@@ -418,8 +419,9 @@ def _with_effective_role(
 
 
 def _assignment_object(observed: Observed, assignment: PDAssignmentSpec) -> PDAssignment:
+    status = assignment_status(assignment)
     if observed.assignment:
-        return observed.assignment.replace(spec=assignment)
+        return observed.assignment.replace(spec=assignment, status=status)
     service = observed.service
     meta = ObjectMeta(
         name=service.metadata.name,
@@ -427,7 +429,7 @@ def _assignment_object(observed: Observed, assignment: PDAssignmentSpec) -> PDAs
         labels={SERVICE_LABEL: service.metadata.name},
         owner_references=(service.owner_reference(),),
     )
-    return PDAssignment(metadata=meta, spec=assignment)
+    return PDAssignment(metadata=meta, spec=assignment, status=status)
 
 
 def _dropped_pools(observed: Observed, named_pools: frozenset[str]) -> tuple[PDPool, ...]:

@@ -133,6 +133,20 @@ def test_a_flip_changes_the_role_and_the_pods_label_but_not_the_pod(under_test: 
     wait_until(lambda: "RoleFlipped" in under_test.api.events(), "the event")
 
 
+def test_kubectl_shows_who_plays_which_role(under_test: ServiceUnderTest) -> None:
+    under_test.up()
+    cells = ("get", "pda", "chat", "--output=wide", "--no-headers")
+
+    def shown() -> list[str]:
+        return under_test.kubectl(*cells).split()
+
+    wait_until(lambda: shown()[:4] == ["chat", "2", "2", "0"], "two instances of each role, none cordoned")
+    assert " ".join(shown()[7:11]) == "chat-0, chat-1 chat-2, chat-3"
+    entry = {"role": "Decode", "since": "2026-01-01T00:00:00Z", "by": "Person", "reason": "requested"}
+    under_test.api.patch("pdassignments", "chat", {"spec": {"roles": {"chat-0": entry}}})
+    wait_until(lambda: shown()[:4] == ["chat", "1", "3", "0"], "the roles after a flip")
+
+
 def test_a_manual_assignment_is_applied_or_reverted_with_a_reason(under_test: ServiceUnderTest) -> None:
     under_test.up()
     pinned = {"role": "Decode", "by": "Person", "pinnedUntil": "2999-01-01T00:00:00Z"}

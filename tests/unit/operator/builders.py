@@ -23,6 +23,7 @@ from fulcrum_core.values import Actor, FlipStrategy, Phase, Role
 from fulcrum_operator.manifests.names import InstallationSettings, ServiceAccount
 from fulcrum_operator.plan import Observed
 from fulcrum_operator.plan.observed import EngineFacts
+from fulcrum_operator.plan.status.assignment import assignment_status
 from tests.unit.core.router_states import instance_state, router_state
 
 NOW_S = 1_800_000_000.0
@@ -95,10 +96,11 @@ def assignment_spec(
 
 
 def assignment(spec: PDAssignmentSpec, generation: int = 1) -> PDAssignment:
-    """The assignment of `chat`."""
-    return PDAssignment.model_validate(
+    """The assignment of `chat`, with its status."""
+    stored = PDAssignment.model_validate(
         {"metadata": {"name": "chat", "generation": generation}, "spec": spec.model_dump()}
     )
+    return stored.replace(status=assignment_status(stored.spec))
 
 
 def engine(name: str, state: EngineState = RUNNING, **fields: Any) -> EngineObservation:

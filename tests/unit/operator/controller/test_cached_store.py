@@ -1,12 +1,14 @@
 """The cached store reads its own writes at once and refreshes the cache after a refused write."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import pytest
 
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.memory_store import MemoryStore
-from fulcrum_core.api import PDService
+from fulcrum_core.api import PDService, Resource
 from fulcrum_core.errors import Conflict, NotFound
 from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.cached_store import CachedStore, NotLeader
@@ -28,6 +30,17 @@ class StoreUnderTest:
     async def patch(self, model: str, version: str | None = None) -> PDService:
         patch = {"spec": {"model": model}}
         return await self.store.patch(PDService, "chat", patch, namespace="default", resource_version=version)
+
+
+R = TypeVar("R", bound=Resource)
+
+
+class StoreWithoutStatus(MemoryStore):
+    """A store whose kinds have no status, as a kind of older CRDs."""
+
+    async def patch_status(self, kind: type[R], name: str, patch: Mapping[str, Any], **_: Any) -> R:
+        del patch
+        raise NotFound(f"{kind.plural} {name}")
 
 
 @pytest.fixture
@@ -107,3 +120,13 @@ async def test_a_standby_writes_nothing(under_test: StoreUnderTest) -> None:
         with pytest.raises(NotLeader):
             await write
     assert (await under_test.backend.get(PDService, "chat", namespace="default")).spec.model == "m"
+
+
+async def test_the_status_of_a_kind_without_status_is_left_out_and_named() -> None:
+    older: Any = object()
+    cache = ObjectCache(lambda _key: None)
+    store = CachedStore(StoreWithoutStatus(SystemClock()), cache, lambda: True, objects=older)
+    created = await store.create(service())
+    written = await store.patch_status(PDService, "chat", {"flips": 1}, namespace="default")
+    named = [cause.message.partition(" lack ")[2] for cause in store.missing_fields.causes()]
+    assert (written, named) == (created, ["pdservices status; apply the operator's CRDs"])
