@@ -40,8 +40,14 @@ from fulcrum_simulator.fleet.run import simulate
 from fulcrum_simulator.workload import COMPOSED, load_trace
 
 INSTANCES, PROFILE, TPOT_S = 8, "l70-h100-tp4", 0.1
-ARROW, EVEN, BEST, CLAIRVOYANT = "arrow", "static:4P4D", "static:best", "clairvoyant:30s"
-OTHERS = ("dynamo-like", "narwhal-like", "cold:60s", "cold:300s", "colocated")
+AS_PUBLISHED = "+direct+nodeflect"
+"""In the published systems, requests wait in the engines, and decode computes no prompts."""
+ARROW, EVEN = "arrow" + AS_PUBLISHED, "static:4P4D" + AS_PUBLISHED
+BEST, CLAIRVOYANT = "static:best", "clairvoyant:30s"
+"""With the default dispatch, as ours."""
+OTHERS = tuple(
+    name + AS_PUBLISHED for name in ("dynamo-like", "narwhal-like", "cold:60s", "cold:300s", "colocated")
+)
 BARS = 0.9, 0.99
 STEP = 1.25
 """First step of a search that starts at a workload's `near`."""
@@ -362,7 +368,7 @@ def main() -> int:
     """Run the measurement; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--traces", type=Path, help="folder of recorded workloads")
-    parser.add_argument("--ours", default="balanced", help="the policy that is judged")
+    parser.add_argument("--ours", default="arrow", help="the policy that is judged")
     parser.add_argument("--use", choices=("development", "test"), default="development")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")

@@ -90,7 +90,7 @@ def main() -> int:
     )
     floods = sorted(set(FLOODS) - {WITHOUT_FLOOD})
     parser.add_argument("--load", choices=floods, default="tiers-prompt-flood")
-    parser.add_argument("--policies", default="arrow+queue")
+    parser.add_argument("--policies", default="arrow")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--flood-for", type=float, default=120.0, metavar="SECONDS")
     parser.add_argument("--reserve", type=float, default=0.0, help="reservedFraction of the highest tier")

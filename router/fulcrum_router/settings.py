@@ -10,7 +10,7 @@ from typing import Self
 
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.api.qostier import DEFAULT_MAX_QUEUE_S, QoSTier, QoSTierSpec
-from fulcrum_core.api.router import AuthSpec, TimeoutsSpec
+from fulcrum_core.api.router import AuthSpec, DispatchSpec, TimeoutsSpec
 from fulcrum_core.networks import Network, parse_network
 from fulcrum_core.values import AdmissionMode, AutoscalingMode, DispatchMode, FlipPolicy, Slo
 from fulcrum_router.policy.admission import DEFAULT_TIER_ADMISSION, TierAdmission
@@ -18,6 +18,9 @@ from fulcrum_router.policy.tier_reserve import NO_RESERVE, Reserve
 
 DEFAULT_TIER = "default"
 """Name of the tier of all requests that no other tier applies to; its SLO is the service's own."""
+
+
+_DEFAULT_DISPATCH = DispatchSpec()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +96,10 @@ class ServiceSettings:
     """See `FlipProposalRules.max_decode_load`."""
     prefill_to_decode_cooldown_s: float = 0.0
     """Seconds after a flip from prefill to decode in which no other is proposed."""
-    prefill_ahead_s: float = math.inf
+    prefill_ahead_s: float = _DEFAULT_DISPATCH.prefill_ahead
     """Prefill work in seconds from which an instance gets no more, see `policy.waiting_room`; infinite: no
     request waits in the router."""
-    deflects: bool = False
+    deflects: bool = _DEFAULT_DISPATCH.deflect
     """Whether decode instances compute prompts in their spare time; see `policy.deflection`."""
     admission: AdmissionMode = AdmissionMode.OFF
     """What is done about requests that would miss their objectives."""

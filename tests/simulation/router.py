@@ -290,7 +290,7 @@ class SimulatedRouter:
         context.flip_waits.enabled = scaling.mode is AutoscalingMode.AUTO
         dispatch = self._service.spec.router.dispatch
         ahead_s = dispatch.prefill_ahead if dispatch.mode is DispatchMode.QUEUE else math.inf
-        context.waiting_room.prefill_ahead_s = ahead_s
+        context.waiting_room.prefill_ahead_s, context.deflects = ahead_s, dispatch.deflect
         self._journeys.start(request, self._service.spec.slo.to_slo(), on_token=on_token, on_end=on_end)
         self.most_waiting_requests = max(self.most_waiting_requests, self.waiting_requests)
 

@@ -34,7 +34,7 @@ _LONG_ANSWERS = DECODE_HEAVY.scaled(input=0.2, output=0.4)
 _LIGHT_CHAT = CHAT.scaled(input=0.2, output=0.3)
 
 
-def service_spec(mode: str = "Auto", *, floor: int = 1, dispatch: str = "Direct") -> dict[str, Any]:
+def service_spec(mode: str = "Auto", *, floor: int = 1, dispatch: str = "Queue") -> dict[str, Any]:
     """Return the spec of a service of eight laptop engines, with thresholds that fit their minimum step time
     of 18 ms.
     """
@@ -53,7 +53,7 @@ def service_spec(mode: str = "Auto", *, floor: int = 1, dispatch: str = "Direct"
     }
 
 
-def moving_scenario(seed: int, mode: str, dispatch: str = "Direct") -> Scenario:
+def moving_scenario(seed: int, mode: str, dispatch: str = "Queue") -> Scenario:
     """Long prompts and long outputs alternate every 12 s; each overloads half of the instances."""
     periods = (MixPeriod(_LONG_PROMPTS, 15, 12), MixPeriod(_LONG_ANSWERS, 13, 12))
     load = _shift_arrivals(generate_moving(periods=periods, duration_s=48, seed=seed), LOAD_START_S)
@@ -68,7 +68,7 @@ def steady_scenario(seed: int) -> Scenario:
     return Scenario(seed=seed, load=load, end_s=42, spec=service_spec())
 
 
-def faulty_scenario(seed: int, dispatch: str = "Direct") -> Scenario:
+def faulty_scenario(seed: int, dispatch: str = "Queue") -> Scenario:
     """A dozen faults in the first `FAULTS_END_S` seconds under a moving load, then a steady load without
     faults.
     """

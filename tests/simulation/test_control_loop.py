@@ -42,16 +42,17 @@ def test_faults_violate_no_safety_check_and_the_service_recovers(seed: int) -> N
     assert outcomes <= {"ok", "broken"}, "a request failed before its first token"
     assert result.attainment(since_s=FAULTS_END_S + 6) >= 0.95
     assert len(result.flips(since_s=FAULTS_END_S + 6)) <= 3, "roles do not converge"
+    assert not result.router.waiting_requests, "nobody is left in the waiting room"
+    assert result.router.most_waiting_requests > 0, "somebody has waited"
 
 
 @pytest.mark.parametrize("seed", seeds(2))
-def test_faults_violate_no_safety_check_while_requests_wait_in_the_router(seed: int) -> None:
+def test_faults_violate_no_safety_check_while_requests_wait_in_the_engines(seed: int) -> None:
     print(f"FULCRUM_SEED={seed}")
-    result = simulate(faulty_scenario(seed, "Queue"))
+    result = simulate(faulty_scenario(seed, "Direct"))
     assert violations(result, *SAFETY, *LIVENESS) == []
     assert {record.outcome for record in result.requests} <= {"ok", "broken"}
-    assert not result.router.waiting_requests, "nobody is left in the waiting room"
-    assert result.router.most_waiting_requests > 0, "somebody has waited"
+    assert result.router.most_waiting_requests == 0
 
 
 def test_the_faulty_scenarios_inject_faults_that_cause_restarts_and_flips() -> None:
@@ -64,9 +65,10 @@ def test_the_faulty_scenarios_inject_faults_that_cause_restarts_and_flips() -> N
 
 
 def test_auto_beats_off_on_a_moving_mix() -> None:
+    """By less than with dispatch mode Direct: the waiting room alone brings Off from 0.43 to 0.69."""
     off, auto = _attainments("Off"), _attainments("Auto")
     print("attainment Off", off, "Auto", auto)
-    assert mean(auto) >= mean(off) + 0.10
+    assert mean(auto) >= mean(off) + 0.05
 
 
 def _attainments(mode: str) -> list[float]:

@@ -33,10 +33,10 @@ class DispatchSpec(ApiModel):
     """Where requests wait for prefill."""
 
     mode: DispatchMode = Field(
-        default=DispatchMode.DIRECT,
-        description="Direct: a request goes to a prefill instance at once and waits in its engine. Queue: it "
-        "waits in the router until an instance is about to run out of work. The order is by priority of the "
-        "tier, then by a fair share for each tenant, then by deadline (default Direct).",
+        default=DispatchMode.QUEUE,
+        description="Queue: a request waits in the router until a prefill instance is about to run out of "
+        "work. The order is by priority of the tier, then by a fair share for each tenant, then by deadline. "
+        "Direct: it goes to a prefill instance at once and waits in its engine (default Queue).",
     )
     # 0.5 s covers what passes between the end of a prompt and the start of the next one that the router sends
     # only then: the network and the engine's tokeniser (some 10 ms), the waiting room's check every 0.1 s,
@@ -50,10 +50,10 @@ class DispatchSpec(ApiModel):
         "500ms).",
     )
     deflect: StrictBool = Field(
-        default=False,
+        default=True,
         description="Whether a decode instance computes a prompt itself if no prefill instance would compute "
         "it well in time and its decodes have time to spare before their TPOT objective. It helps most in "
-        "mode Queue and where the mix of requests moves (default false).",
+        "mode Queue and where the mix of requests moves (default true).",
     )
 
 

@@ -2,8 +2,8 @@
 
 An engine computes prompts in the order of arrival and gives none of them back. What waits in the router
 instead can still go to any instance, in any order, after loads or instances have changed. So an instance
-gets no more prefill work than keeps it busy: `prefill_ahead_s` seconds. By default that is infinite (mode
-Direct): nothing waits.
+gets no more prefill work than keeps it busy: `prefill_ahead_s` seconds. In mode Direct that is infinite:
+nothing waits.
 
 The room keeps the limit, and lets requests leave in the order of `waiting_lines`. Which requests join, and
 which may leave, is decided by their journeys (`Waiter.try_to_leave`). The room also charges tenants for what

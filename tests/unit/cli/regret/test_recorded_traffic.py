@@ -11,6 +11,7 @@ from fulcrum_cli.regret.recorded_traffic import add_spec, parse_page, read_file
 from fulcrum_core.api.pdservice import PDServiceSpec
 from fulcrum_core.api.router import DispatchSpec, RouterSpec
 from fulcrum_core.errors import InvalidInput
+from fulcrum_core.values import DispatchMode
 from fulcrum_simulator.fleet.options import PolicyName
 
 FIELDS = ("arrival_s", "prompt_tokens", "output_tokens", "ttft_s", "duration_s", "tier", "outcome", "tenant")
@@ -105,7 +106,16 @@ def test_the_alternatives_deflect_as_the_service_does_and_one_does_not(*, deflec
     spec = PDServiceSpec(model="m", instances=4, router=RouterSpec(dispatch=DispatchSpec(deflect=deflect)))
     ran_as = RanAs(spec=spec, policy=PolicyName.ARROW, prefill=2, instances=4)
     switched = [each.policies[0].deflects is not deflect for each in ran_as.list_alternatives()]
-    assert switched == [False, False, False, False, True, False, False, False]
+    assert switched == [False, False, False, True, False, False, False]
+
+
+def test_a_service_with_mode_direct_is_compared_with_mode_queue() -> None:
+    spec = PDServiceSpec(
+        model="m", instances=4, router=RouterSpec(dispatch=DispatchSpec(mode=DispatchMode.DIRECT))
+    )
+    ran_as = RanAs(spec=spec, policy=PolicyName.ARROW, prefill=2, instances=4)
+    queued = [each.policies[0].dispatch is DispatchMode.QUEUE for each in ran_as.list_alternatives()]
+    assert queued == [False, False, False, True, False, False, False, False]
 
 
 @pytest.mark.parametrize(
