@@ -66,20 +66,22 @@ class FlightRecorder:
         tenant: str,
     ) -> None:
         """Record one request; see `RequestRecord`."""
+        tier_number, next_one = self._tier_numbers.get(tier), self._next
         _RECORD.pack_into(
             self._records,
-            self._next * RECORD_BYTES,
+            next_one * RECORD_BYTES,
             arrival_s,
             _clamp(prompt_tokens),
             _clamp(output_tokens),
             _UNKNOWN_S if ttft_s is None else ttft_s,
             duration_s,
-            self._number_tier(tier),
+            self._number_tier(tier) if tier_number is None else tier_number,
             outcome,
             hash(tenant) & 0xFFFF,  # no list of tenants that could grow
         )
-        self._next = (self._next + 1) % self._capacity
-        self._count = min(self._count + 1, self._capacity)
+        self._next = (next_one + 1) % self._capacity
+        if self._count < self._capacity:
+            self._count += 1
 
     def read(self, now_s: float, *, slice_records: int) -> Iterator[list[RequestRecord]]:
         """The requests that arrived within the last hour before `now_s`, the first to end first.
@@ -101,15 +103,16 @@ class FlightRecorder:
         return RequestRecord(arrival_s, prompt, output, known_ttft_s, duration_s, tier, outcome, tenant)
 
     def _number_tier(self, name: str) -> int:
-        number = self._tier_numbers.get(name)
-        if number is None:
-            if len(self.tiers) == 255:
-                return 254
-            number = self._tier_numbers[name] = len(self.tiers)
-            self.tiers.append(name)
+        """The number of a tier that has none yet."""
+        if len(self.tiers) == 255:
+            return 254
+        number = self._tier_numbers[name] = len(self.tiers)
+        self.tiers.append(name)
         return number
 
 
 def _clamp(tokens: float) -> int:
     """A count that fits into a record: an engine may have sent any number, and NaN counts as 0."""
+    if type(tokens) is int and 0 <= tokens <= _TOKENS_MAX:  # the usual case, without three calls
+        return tokens
     return int(min(_TOKENS_MAX, max(0, tokens)))

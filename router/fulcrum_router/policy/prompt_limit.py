@@ -13,6 +13,9 @@ from fulcrum_router.policy.work import Work
 ASSUMED_CONTEXT_TOKENS = 131_072
 """Assumed longest context of an engine that does not report one."""
 
+SHORT_PROMPT_TOKENS = 512
+"""Every engine takes a prompt of this length."""
+
 
 def cap_prompt(work: Work, instances: Iterable[InstanceView]) -> Work:
     """Count each prompt of a request as at most the longest that any instance takes."""

@@ -33,7 +33,7 @@ from fulcrum_router.policy.failures import Failure
 from fulcrum_router.policy.journey.choices import MAX_ATTEMPTS, JourneyChoices
 from fulcrum_router.policy.journey.context import SHED_BACKOFF_S, V
 from fulcrum_router.policy.journey.states import Action, LocalPrefillReason, State, StopReason
-from fulcrum_router.policy.prompt_limit import cap_prompt
+from fulcrum_router.policy.prompt_limit import SHORT_PROMPT_TOKENS, cap_prompt
 
 MIN_SUSPICIONS, MAX_SUSPICIONS = 2, 4
 """Engines that died or answered 5xx after which a request is a query of death, while no others die, and at
@@ -83,8 +83,9 @@ class Journey(JourneyChoices[V]):
         that. A prompt longer than any engine takes counts as the longest (`policy.prompt_limit`).
         """
         context = self._context
-        candidates = context.fleet.candidates
-        self.work = cap_prompt(self.work, chain(candidates.decode, candidates.other_role))
+        if self.work.prompt_tokens > SHORT_PROMPT_TOKENS:
+            candidates = context.fleet.candidates
+            self.work = cap_prompt(self.work, chain(candidates.decode, candidates.other_role))
         if self.work.tier in context.rate_limits.by_tier and self._is_over_limit(now_s):
             return self._end(now_s, Action.FAIL)
         if self._is_judged:
