@@ -31,6 +31,7 @@ from fulcrum_router.policy.learned_models import (
     parse_models,
 )
 from fulcrum_router.settings import ServiceSettings
+from fulcrum_router.tracing.access_log import AccessLog
 from fulcrum_router.tracing.request_trace import RequestTracer
 
 log = structlog.get_logger()
@@ -65,6 +66,7 @@ class Router:
         self.applied_assignment = AppliedAssignment()
         self.flip_requests = FlipRequests()
         self.journeys: JourneyContext[Instance] = JourneyContext(self.fleet, self.pairs)
+        self.access_log = AccessLog()
         self.tracer: RequestTracer | None = None
         """None: no request is traced."""
         self.active = True
@@ -88,6 +90,7 @@ class Router:
             last_prefill_to_decode_s: Unix time of the last flip from prefill to decode; None: none.
         """
         self.settings = settings
+        self.access_log.share = settings.access_log
         self.journeys.waiting_room.prefill_ahead_s = settings.prefill_ahead_s
         self.journeys.deflects = settings.deflects
         tiers = (settings.default_tier, *settings.tiers.values())

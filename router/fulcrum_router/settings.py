@@ -101,6 +101,8 @@ class ServiceSettings:
     request waits in the router."""
     deflects: bool = _DEFAULT_DISPATCH.deflect
     """Whether decode instances compute prompts in their spare time; see `policy.deflection`."""
+    access_log: float = 0.0
+    """Share of the requests that are logged."""
     admission: AdmissionMode = AdmissionMode.OFF
     """What is done about requests that would miss their objectives."""
     drain_timeout_s: float = 0.0
@@ -146,6 +148,7 @@ def resolve_settings(service: PDService, tiers: Iterable[QoSTier]) -> ServiceSet
         prefill_to_decode_cooldown_s=spec.autoscaling.flip.prefill_to_decode_cooldown,
         prefill_ahead_s=dispatch.prefill_ahead if dispatch.mode is DispatchMode.QUEUE else math.inf,
         deflects=dispatch.deflect,
+        access_log=spec.router.access_log,
         admission=spec.router.admission,
         drain_timeout_s=spec.drain.timeout,
     )

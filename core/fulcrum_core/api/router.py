@@ -126,6 +126,13 @@ class RouterSpec(ApiModel):
         "Advise: only metrics count what Enforce would do. 'Off' (in quotes: YAML reads a bare Off as "
         "false): every request is served, however late (default Off).",
     )
+    access_log: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="Share of the requests for which the router logs a line of JSON: id, path, tier, tenant, "
+        "outcome, instances, tokens and times, and no text of prompts or answers (default 0).",
+    )
     timeouts: TimeoutsSpec = Field(
         default_factory=TimeoutsSpec, description="Longest waits of the router for an engine."
     )

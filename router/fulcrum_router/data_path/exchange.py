@@ -221,6 +221,9 @@ class Exchange:
             counters.record_tenant(request.client.caller.tenant, outcome, met=met, now_s=end_s)
         if request.has_journey:
             self._record_flight(end_s, tokens=tokens, ttft_s=ttft_s)
+        access_log = request.router.access_log
+        if access_log.share and access_log.takes_next():
+            self._log_access(end_s, met=met, tokens=tokens)
         if request.trace is not None:
             self._end_trace(end_s, parts, met=met, tokens=tokens)
             counters.keep_exemplars(
@@ -230,6 +233,26 @@ class Exchange:
                 ttft_s=ttft_s,
                 response_s=response_s,
             )
+
+    def _log_access(self, end_s: float, *, met: bool, tokens: int | None) -> None:
+        request, first_byte_at_s = self._request, self._request.first_byte_at_s
+        journey = request.journey if request.has_journey else None
+        prefill = None if journey is None else journey.prefill_instance
+        decode = None if journey is None else journey.decode_instance
+        request.router.access_log.write(
+            request_id=request.client.request_id,
+            path=request.client.path,
+            tier=request.tier.name,
+            tenant=request.client.caller.tenant,
+            outcome=request.outcome,
+            slo_met=met,
+            prefill=None if prefill is None else prefill.name,
+            decode=None if decode is None else decode.name,
+            prompt_tokens=None if journey is None else journey.work.prompt_tokens,
+            output_tokens=tokens,
+            first_byte_s=None if first_byte_at_s is None else round(first_byte_at_s - request.arrival_s, 4),
+            duration_s=round(end_s - request.arrival_s, 4),
+        )
 
     def _record_flight(self, end_s: float, *, tokens: int | None, ttft_s: float | None) -> None:
         """Record the request in numbers, to replay it later."""

@@ -236,6 +236,8 @@ class PassThrough:
             self._legs.close()
             self._router.counters.passed_through[self._client_request.path.decode(), outcome] += 1
             self._end_trace(outcome)
+            if self._router.access_log.share and self._router.access_log.takes_next():
+                self._log_access(outcome)
             self._downstream.finish_response(keep_alive=self._keep_alive)
 
     async def _serve(self) -> RequestOutcome:
@@ -367,6 +369,17 @@ class PassThrough:
             raise
         trace.end_leg(time.monotonic())
         return outcome
+
+    def _log_access(self, outcome: RequestOutcome) -> None:
+        request = self._client_request
+        self._router.access_log.write(
+            request_id=request.request_id,
+            path=request.path,
+            tier=request.caller.tier.name,
+            tenant=request.caller.tenant,
+            outcome=outcome,
+            duration_s=round(time.monotonic() - self._arrival_s, 4),
+        )
 
     def _end_trace(self, outcome: RequestOutcome) -> None:
         if self._trace is None:

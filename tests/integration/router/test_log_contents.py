@@ -4,6 +4,7 @@ The canary text is in the request, and in what engines send back; each case driv
 """
 
 import asyncio
+import dataclasses
 import io
 import json
 import logging
@@ -171,3 +172,30 @@ async def test_an_internal_error_is_logged_by_its_type_and_place_alone(log_lines
     assert line["exception"]["type"] == "ValueError"
     assert line["exception"]["places"][-1].endswith(" ttft_s")
     assert CANARY not in log_lines.getvalue()
+
+
+async def test_the_access_log_has_a_line_of_numbers_for_a_share_of_the_requests(
+    log_lines: io.StringIO,
+) -> None:
+    settings = dataclasses.replace(settings_with_short_timeouts(), access_log=0.5)
+    body = json.dumps({"prompt": CANARY, "user": CANARY}).encode()
+    async with run_router(FakeEngine("p1"), FakeEngine("d1"), settings=settings) as world:
+        port = world.port
+        for number in range(4):
+            await post(port, build_post(body, "connection: close", f"x-request-id: r{number}"))
+        await post(port, build_post(b"no JSON", "connection: close", "x-request-id: invalid"))
+        await post(port, build_post(body, "connection: close", "x-request-id: passed", path="/v1/embeddings"))
+    text = log_lines.getvalue()
+    lines = [line for line in map(json.loads, text.splitlines()) if line["event"] == "request ended"]
+    assert [(line["request_id"], line["outcome"]) for line in lines] == [
+        ("r1", "ok"),
+        ("r3", "ok"),
+        ("passed", lines[-1]["outcome"]),
+    ]
+    served = {name: lines[0][name] for name in ("path", "tier", "tenant", "prefill", "decode", "slo_met")}
+    assert served == {
+        **{"path": "/v1/completions", "tier": "default", "tenant": "", "prefill": "p1", "decode": "d1"},
+        "slo_met": True,
+    }
+    assert lines[0]["duration_s"] >= lines[0]["first_byte_s"] > 0
+    assert CANARY not in text
