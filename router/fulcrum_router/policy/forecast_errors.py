@@ -2,7 +2,8 @@
 
 A forecast errs, by 10 % where a queue waits. Requests that are refused because of a forecast just above the
 objective would meet it half of the time. So a forecast is multiplied by a low quantile of measured / forecast
-TTFT over recent requests: what remains above the objective then is late with the share of the others.
+TTFT over recent requests: what remains above the objective then is late with the share of the others. A
+forecast is never made longer: errors come in bursts, and what was too short a minute ago may be right now.
 """
 
 from bisect import bisect_left, insort
@@ -13,11 +14,13 @@ QUANTILE = 0.2
 WINDOW = 128
 """Requests that count."""
 MIN_SAMPLES = 16
-"""Requests before which a forecast is not corrected."""
+"""Requests before which the errors are not known."""
+UNKNOWN_FACTOR = 0.9
+"""Correction until then: models and steps of engines have not been learned yet, either."""
 NEAR = 0.5, 1.5
 """Forecasts that count, by the TTFT objective: the error of others is another one."""
-_LEAST, _MOST = 0.5, 1.5
-"""Bounds of the correction: an engine that stalls must not open or close admission."""
+_LEAST, _MOST = 0.5, 1.0
+"""Bounds of the correction: an engine that stalls must not open admission."""
 
 
 class ForecastErrors:
@@ -48,5 +51,5 @@ class ForecastErrors:
         """By what a forecast is multiplied."""
         count = len(self._sorted)
         if count < MIN_SAMPLES:
-            return 1.0
+            return UNKNOWN_FACTOR
         return min(_MOST, max(_LEAST, self._sorted[int(QUANTILE * count)]))

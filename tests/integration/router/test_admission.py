@@ -46,7 +46,7 @@ async def test_a_request_that_would_be_late_gets_a_429_that_says_when_to_come_ba
         first = asyncio.ensure_future(send(client, world))
         await wait_until(lambda: bool(world["p1"].prefills), "the first request is sent")
         status, headers, text = await send(client, world)
-        assert (status, headers["x-fulcrum-refused"], headers["Retry-After"]) == (429, "prefill_full", "60")
+        assert (status, headers["x-fulcrum-refused"], headers["Retry-After"]) == (429, "prefill_full", "54")
         assert '"type":"prefill_full"' in text
         tier = world.router.counters.get_tier("default")
         assert (tier.offered, tier.requests_by_outcome[RequestOutcome.REFUSED]) == (2, 1)

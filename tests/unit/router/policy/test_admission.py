@@ -17,6 +17,7 @@ from fulcrum_router.policy.admission import (
     judge_request,
     predict_admission,
 )
+from fulcrum_router.policy.forecast_errors import MIN_SAMPLES
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext, LocalPrefillReason, StopReason
 from fulcrum_router.policy.tier_reserve import Reserve
 from tests.unit.router.builders import SLO, FakeFleet, FakeInstance, instance, work
@@ -262,6 +263,8 @@ def test_what_cannot_be_predicted_refuses_nobody(decode: tuple[FakeInstance, ...
 def make_context(mode: AdmissionMode, *, queued_s: float) -> JourneyContext[FakeInstance]:
     context = JourneyContext(FakeFleet((instance("p1", queued_s=queued_s), instance("d1"))), TransferPairs())
     context.admission.mode = mode
+    for _ in range(MIN_SAMPLES):
+        context.admission.errors.learn(forecast_s=1.0, measured_s=1.0, objective_s=1.0)
     return context
 
 

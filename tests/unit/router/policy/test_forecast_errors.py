@@ -6,7 +6,13 @@ import pytest
 
 from fulcrum_core.values import AdmissionMode
 from fulcrum_router.policy import TransferPairs
-from fulcrum_router.policy.forecast_errors import MIN_SAMPLES, QUANTILE, WINDOW, ForecastErrors
+from fulcrum_router.policy.forecast_errors import (
+    MIN_SAMPLES,
+    QUANTILE,
+    UNKNOWN_FACTOR,
+    WINDOW,
+    ForecastErrors,
+)
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext
 from tests.unit.router.builders import FakeFleet, FakeInstance, instance, work
 
@@ -22,16 +28,16 @@ def learn(*ratios: float, forecast_s: float = 3.0) -> ForecastErrors:
 @pytest.mark.parametrize(
     ("errors", "factor"),
     [
-        pytest.param(learn(), 1.0, id="nothing was measured"),
-        pytest.param(learn(*[0.7] * (MIN_SAMPLES - 1)), 1.0, id="too little was measured"),
+        pytest.param(learn(), UNKNOWN_FACTOR, id="nothing was measured"),
+        pytest.param(learn(*[0.7] * (MIN_SAMPLES - 1)), UNKNOWN_FACTOR, id="too little was measured"),
         pytest.param(learn(*[0.8] * 30, *[1.2] * 70), 0.8, id="the low quantile"),
-        pytest.param(learn(*[1.1] * 100), 1.1, id="all take longer"),
+        pytest.param(learn(*[1.1] * 100), 1.0, id="all take longer: never made longer"),
         pytest.param(learn(*[0.7] * 100, *[0.9] * WINDOW), 0.9, id="only recent requests count"),
         pytest.param(learn(*[0.01] * 100), 0.5, id="at least half"),
-        pytest.param(learn(*[90.0] * 100), 1.5, id="at most one and a half"),
-        pytest.param(learn(*[0.7] * 100, forecast_s=0.1), 1.0, id="far below the objective"),
-        pytest.param(learn(*[0.7] * 100, forecast_s=99.0), 1.0, id="far above the objective"),
-        pytest.param(learn(*[0.0, math.nan] * 100), 1.0, id="unusable"),
+        pytest.param(learn(*[0.97] * 100), 0.97, id="nearly right"),
+        pytest.param(learn(*[0.7] * 100, forecast_s=0.1), UNKNOWN_FACTOR, id="far below the objective"),
+        pytest.param(learn(*[0.7] * 100, forecast_s=99.0), UNKNOWN_FACTOR, id="far above the objective"),
+        pytest.param(learn(*[0.0, math.nan] * 100), UNKNOWN_FACTOR, id="unusable"),
     ],
 )
 def test_a_forecast_is_corrected_by_what_most_requests_exceed(errors: ForecastErrors, factor: float) -> None:
