@@ -3,21 +3,27 @@
     python bench/admission.py degrade [--seeds 1,2,3]
     python bench/admission.py replay --trace FILE [--speed 6.4] [--seeds 1,2,3] [--sample 10]
     python bench/admission.py comeback --trace FILE [--speed 6.4] [--seeds 1,2,3]
+    python bench/admission.py swing [--trace FILE] [--speed 6.4] [--seeds 1,2,3]
 
 `degrade`: an overload of decode, refused or with answers of 128 tokens. `replay`: refused requests of a
 trace, each admitted in a run of its own: the share of them that misses its objectives all the same.
 `comeback`: all refused requests of a trace come back once, after their `Retry-After`: the share of them that
-is admitted then. Exit code 1 if shorter answers serve less than 1.3 times as many requests, if less than 90 %
-of the replays miss, or if less than 80 % of those that come back are admitted. A flood of the lowest tier:
-`bench/tiers.py`.
+is admitted then. `swing`: the loads of prefill and of decode, once a second, with admission Off and Enforce
+(of a trace, or twice the load of `stationary` with the split 4P4D): their autocorrelation, and how they go
+together. A swing in anti-phase is an autocorrelation that falls below 0 and rises again, of both loads, with
+a negative correlation between them. A flood of the lowest tier: `bench/tiers.py`.
+
+Exit code 1 if shorter answers serve less than 1.3 times as many requests, if less than 90 % of the replays
+miss, if less than 80 % of those that come back are admitted, or if the loads swing with Enforce.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Slo
@@ -36,6 +42,10 @@ MISS_SHARE_MIN = 0.9
 OVERLOAD_S = 150.0
 REPLAYED_S = 300.0
 """Part of the trace that is replayed."""
+WARM_UP_S = 30.0
+LAGS_S = 1, 2, 5, 10, 20, 40
+SWING_MIN = 0.3
+"""Correlation from which it counts."""
 REPLAYED, RETURNED = "replayed", "returned"
 ADMITTED_SHARE_MIN = 0.8
 
@@ -43,7 +53,7 @@ ADMITTED_SHARE_MIN = 0.8
 def main() -> int:
     """Run one measurement; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("measurement", choices=("degrade", "replay", "comeback"))
+    parser.add_argument("measurement", choices=("degrade", "replay", "comeback", "swing"))
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--speed", type=float, default=6.4, help="of the trace")
@@ -52,6 +62,8 @@ def main() -> int:
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
     if arguments.measurement == "degrade":
         return measure_shorter_answers(seeds)
+    if arguments.measurement == "swing":
+        return measure_swing(arguments.trace, arguments.speed, seeds)
     if arguments.trace is None:
         parser.error(f"{arguments.measurement} needs --trace")
     if arguments.measurement == "comeback":
@@ -126,6 +138,50 @@ def measure_comebacks(trace: Path, speed: float, seeds: Sequence[int]) -> int:
         )
     print(f"{admitted / max(1, returned):.0%} are admitted (bar: {100 * ADMITTED_SHARE_MIN:.0f} %)")
     return int(admitted < ADMITTED_SHARE_MIN * returned)
+
+
+def measure_swing(trace: Path | None, speed: float, seeds: Sequence[int]) -> int:
+    """Print for each seed and mode the correlations of the loads; a swing counts against Enforce."""
+    swings = 0
+    split = "static:4P4D" if trace is None else "arrow"
+    for seed in seeds:
+        if trace is None:
+            requests, _ = leave_out_overlong(COMPOSED["stationary"](2.0, seed), PROFILE)
+            workload = [request for request in requests if request.arrival_s < REPLAYED_S]
+        else:
+            ((_, workload),) = prepare_trace(trace, speed, [seed])
+        for admission in ("", "+enforce"):
+            result = simulate(workload, make_options(split + admission, seed))
+            samples = [s for s in result.samples if WARM_UP_S <= s.at_s <= workload[-1].arrival_s]
+            prefill, decode = [s.prefill_queued_s for s in samples], [float(s.decode_legs) for s in samples]
+            together = correlate(prefill, decode)
+            shown = [[correlate(load, load, lag) for lag in LAGS_S] for load in (prefill, decode)]
+            rebounds = [find_rebound(load) for load in (prefill, decode)]
+            swings += bool(admission) and together < -SWING_MIN and min(rebounds) > SWING_MIN
+            lags = ", ".join(f"{lag} s" for lag in LAGS_S)
+            first, second = (" ".join(f"{value:5.2f}" for value in values) for values in shown)
+            print(
+                f"{split + admission:20} seed {seed}: autocorrelation after {lags}: prefill {first}; decode "
+                f"{second}; rebound {rebounds[0]:.2f}, {rebounds[1]:.2f}; together {together:.2f}",
+                flush=True,
+            )
+    print(f"{swings} of {len(seeds)} runs with Enforce swing (bar: 0)")
+    return int(swings > 0)
+
+
+def correlate(first: Sequence[float], second: Sequence[float], lag: int = 0) -> float:
+    """Correlation of a load with another one `lag` seconds later, -1 to 1; 0 for a constant load."""
+    means = fmean(first), fmean(second)
+    spread = math.sqrt(sum((a - means[0]) ** 2 for a in first) * sum((b - means[1]) ** 2 for b in second))
+    together = sum((a - means[0]) * (b - means[1]) for a, b in zip(first, second[lag:], strict=False))
+    return together / spread if spread else 0.0
+
+
+def find_rebound(load: Sequence[float]) -> float:
+    """The highest autocorrelation after the first lag at which it is below 0, up to 60 s; 0: none is."""
+    values = [correlate(load, load, lag) for lag in range(min(60, len(load)))]
+    first = next((lag for lag, value in enumerate(values) if value < 0), len(values))
+    return max(values[first:], default=0.0)
 
 
 def prepare_trace(

@@ -1,0 +1,242 @@
+"""Fairness in the waiting room, by simulation: tenants, weights of tiers, and the longest wait of a tier.
+
+    python bench/fairness.py tenants [--trace FILE] [--speed 40]
+    python bench/fairness.py weights
+    python bench/fairness.py ageing
+
+`tenants`: a trace with tenants, repeated for 4 min, or an adversarial pair: one tenant with long prompts and
+one with long answers; both at more than the fleet can serve. Service is weighted tokens: 1 for a prompt token
+when the prompt is sent, 2 for an output token when it appears. While two tenants wait, their services differ
+by at most the bound of the VTC paper, 2 max(longest prompt, 2 M), where M is the tokens that the KV caches of
+decode hold. In windows of 60 s, none that waits gets more than 5 % less than its share, which is what was
+served divided by the tenants that were served or waited. `weights`: the shares of two tiers of one priority
+that wait, with weights 3 and 1. `ageing`: the higher two of three tiers send more than the fleet can serve
+without end: the longest wait of a request of the lowest one, against its bound. Exit code 1 if a bar is
+missed.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations, pairwise
+from pathlib import Path
+
+from fulcrum_core.profiles import load_profile
+from fulcrum_core.values import Slo
+from fulcrum_router.policy.token_counters import INPUT_WEIGHT, OUTPUT_WEIGHT
+from fulcrum_router.policy.waiting_lines import AGEING_FACTOR
+from fulcrum_simulator.fleet.load import leave_out_overlong
+from fulcrum_simulator.fleet.options import RunOptions, parse_policy
+from fulcrum_simulator.fleet.records import RequestResult
+from fulcrum_simulator.fleet.run import simulate
+from fulcrum_simulator.workload import WorkloadRequest, load_trace
+
+PREFILL = 1
+"""Prefill instances: they are what binds, since the room orders prefill."""
+TRACE_DECODE = 7
+"""Decode instances for a trace, whose answers are longer than its prompts."""
+REPEATED_S = 240.0
+PROFILE = load_profile("l70-h100-tp4")
+SLO = Slo(ttft_s=3.0, tpot_s=0.1)
+WINDOW_S = 60.0
+SHORTFALL_MAX = 0.05
+PREFILL_AHEAD_S = 0.5
+
+
+def main() -> int:
+    """Run one measurement; return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("measurement", choices=("tenants", "weights", "ageing"))
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--speed", type=float, default=40.0, help="of the trace (%(default)s)")
+    given = parser.parse_args()
+    if given.measurement == "weights":
+        return measure_weights()
+    if given.measurement == "ageing":
+        return measure_ageing()
+    if given.trace is None:
+        return measure_tenants(make_pair(), decode=1)
+    return measure_tenants(read_trace(given.trace, given.speed), decode=TRACE_DECODE)
+
+
+def run(
+    workload: Sequence[WorkloadRequest], *, decode: int = 1, weights: Mapping[str, float] | None = None
+) -> list[RequestResult]:
+    """Run a workload in mode Queue with a fixed split, until its last arrival."""
+    instances = PREFILL + decode
+    options = RunOptions(
+        profile=PROFILE,
+        instances=instances,
+        policy=parse_policy(f"static:{PREFILL}P{decode}D+queue", instances=instances),
+        slo=SLO,
+        drain_s=0.0,
+        weights=weights or {},
+    )
+    return list(simulate(workload, options).records)
+
+
+# --- tenants -----------------------------------------------------------------------------------------
+
+
+def read_trace(trace: Path, speed: float) -> list[WorkloadRequest]:
+    """Read a trace with tenants, faster, and repeat it for 4 min."""
+    requests, _ = leave_out_overlong(load_trace(trace).requests, PROFILE)
+    length_s = requests[-1].arrival_s / speed
+    return [
+        replace(request, arrival_s=round_number * length_s + request.arrival_s / speed)
+        for round_number in range(int(REPEATED_S / length_s))
+        for request in requests
+    ]
+
+
+def make_pair() -> list[WorkloadRequest]:
+    """Two tenants that send more than the fleet can serve for 4 min: long prompts, and long answers."""
+    prompts = [WorkloadRequest(n * 0.2, 8_000, 16, tenant="prompts") for n in range(1_200)]
+    answers = [WorkloadRequest(n * 0.02, 200, 400, tenant="answers") for n in range(12_000)]
+    return sorted([*prompts, *answers], key=lambda request: request.arrival_s)
+
+
+def measure_tenants(workload: Sequence[WorkloadRequest], *, decode: int) -> int:
+    """Print the largest difference of service, and the largest shortfall of a tenant that waits."""
+    records = run(workload, decode=decode)
+    end_s = int(workload[-1].arrival_s)
+    tenants = sorted({record.request.tenant or "" for record in records})
+    served = {
+        tenant: count_service([r for r in records if r.request.tenant == tenant], end_s) for tenant in tenants
+    }
+    waits = {
+        tenant: find_waits([r for r in records if r.request.tenant == tenant], end_s) for tenant in tenants
+    }
+    kv_tokens = decode * (PROFILE.kv_capacity_tokens or 0)
+    longest = max(request.input_tokens for request in workload)
+    bound = 2 * max(INPUT_WEIGHT * longest, OUTPUT_WEIGHT * kv_tokens)
+    most = max(
+        (find_difference(served[a], served[b], waits[a], waits[b]) for a, b in combinations(tenants, 2)),
+        default=0.0,
+    )
+    shortfalls = find_shortfalls(served, waits, end_s)
+    worst = max(shortfalls, default=0.0)
+    print(
+        f"{len(tenants)} tenants, {end_s} s; {len(shortfalls)} times a tenant waited for a window of "
+        f"{WINDOW_S:g} s"
+    )
+    print(f"largest difference of service between two that wait: {most:,.0f} tokens (bound: {bound:,.0f})")
+    print(f"largest shortfall from the fair share: {worst:.1%} (bar: {SHORTFALL_MAX:.0%})")
+    return int(most > bound or worst > SHORTFALL_MAX or not shortfalls)
+
+
+def count_service(records: Sequence[RequestResult], end_s: int) -> list[float]:
+    """Weighted tokens that were served until each second."""
+    changes = [0.0] * (end_s + 2)
+    for record in records:
+        if not record.prefill_sent_s or record.prefill_sent_s > end_s:
+            continue
+        changes[int(record.prefill_sent_s) + 1] += INPUT_WEIGHT * record.request.input_tokens
+        if record.first_token_s is None or record.first_token_s > end_s:
+            continue
+        first, last = int(record.first_token_s), int(record.last_token_s or end_s)
+        for second in range(first, min(last, end_s) + 1):
+            changes[second + 1] += OUTPUT_WEIGHT * record.output_tokens / (last - first + 1)
+    total, sums = 0.0, []
+    for change in changes[: end_s + 1]:
+        total += change
+        sums.append(total)
+    return sums
+
+
+def find_waits(records: Sequence[RequestResult], end_s: int) -> list[bool]:
+    """Whether a request of a tenant waited in the whole of each second."""
+    changes = [0] * (end_s + 2)
+    for record in records:
+        sent_s = record.prefill_sent_s or float(end_s)
+        first, last = int(record.request.arrival_s) + 1, min(int(sent_s), end_s)
+        if last > first:
+            changes[first] += 1
+            changes[last] -= 1
+    waiting, found = 0, []
+    for change in changes[: end_s + 1]:
+        waiting += change
+        found.append(waiting > 0)
+    return found
+
+
+def find_difference(
+    first: Sequence[float], second: Sequence[float], waits: Sequence[bool], other: Sequence[bool]
+) -> float:
+    """The most by which the difference of two services changes while both wait without a break."""
+    most = low = high = 0.0
+    is_open = False
+    for a, b, both in zip(first, second, map(all, zip(waits, other, strict=True)), strict=True):
+        difference = a - b
+        low, high = (
+            (min(low, difference), max(high, difference)) if is_open and both else (difference, difference)
+        )
+        is_open, most = both, max(most, high - low)
+    return most
+
+
+def find_shortfalls(
+    served: Mapping[str, Sequence[float]], waits: Mapping[str, Sequence[bool]], end_s: int
+) -> list[float]:
+    """By how much of its share each tenant gets less in the windows in which it waits all the time."""
+    step, shortfalls = int(WINDOW_S), []
+    for start, end in pairwise(range(0, end_s + 1, step)):
+        got = {tenant: sums[end] - sums[start] for tenant, sums in served.items()}
+        active = [tenant for tenant in served if got[tenant] > 0 or any(waits[tenant][start:end])]
+        share = sum(got.values()) / max(1, len(active))
+        shortfalls += [1.0 - got[tenant] / share for tenant in active if all(waits[tenant][start:end])]
+    return shortfalls
+
+
+# --- tiers -------------------------------------------------------------------------------------------
+
+
+def measure_weights() -> int:
+    """Print the shares of two tiers with weights 3 and 1; the second one has four tenants."""
+    workload = [
+        WorkloadRequest(n * 0.1, 4_000, 50, tenant=tenant, tier=tier)
+        for n in range(2_400)
+        for tier, tenant in (("heavy", "a"), ("light", f"b{n % 4}"))
+    ]
+    records = run(workload, weights={"heavy": 3.0})
+    end_s = int(workload[-1].arrival_s)
+    heavy, light = (
+        count_service([r for r in records if r.request.tier == tier], end_s)[-1]
+        for tier in ("heavy", "light")
+    )
+    print(
+        f"weights 3 and 1: services {heavy:,.0f} and {light:,.0f} tokens, {heavy / light:.2f} : 1 "
+        "(bar: 2.85 to 3.15)"
+    )
+    return int(not 2.85 <= heavy / light <= 3.15)
+
+
+def measure_ageing() -> int:
+    """Print the longest wait of the lowest of three tiers under endless load of the others."""
+    tokens, every_s = 4_000, 8.0
+    own_s = PROFILE.step_model.prefill_model(PROFILE.token_budget).ttft_s(tokens)
+    flood = [
+        WorkloadRequest(n * own_s / 4, tokens, 10, tenant=tier, tier=tier, priority=priority)
+        for n in range(int(600 / own_s))
+        for tier, priority in (("premium", 10), ("standard", 0))
+    ]
+    last_s = flood[-1].arrival_s
+    lowest = [
+        WorkloadRequest(n * every_s, tokens, 10, tenant="free", tier="free", priority=-10)
+        for n in range(1, int(last_s / every_s))
+    ]
+    records = run(sorted([*flood, *lowest], key=lambda request: request.arrival_s))
+    waits = [(r.prefill_sent_s or last_s) - r.request.arrival_s for r in records if r.request.tier == "free"]
+    # Its own work times the factor, a request of each other level, and what the instance has already.
+    bound_s = ((AGEING_FACTOR + 2) * own_s) / PREFILL + PREFILL_AHEAD_S + own_s
+    print(
+        f"{len(waits)} requests of the lowest tier: longest wait {max(waits):.2f} s (bound: {bound_s:.2f} s)"
+    )
+    return int(max(waits) > bound_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
