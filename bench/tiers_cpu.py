@@ -1,0 +1,202 @@
+"""What tiers cost the router: CPU a request with all of it on, against all of it off.
+
+Two routers over the same eight fake engines get blocks of requests in turn, as fast as they serve. Off:
+no tiers, mode Direct, admission Off. On: three tiers with weights, a reserve and rate limits, mode Queue,
+admission Enforce. The requests are the same, of 100 tenants and three tiers; headers name them.
+
+    python bench/tiers_cpu.py [--rounds N]
+
+Exit code 1 if a request costs more than 1.25 times the CPU with all of it on, or if less than 95 % is served.
+What a router does each second costs the same, so that a machine that is busy with other work shows more.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import aiohttp
+import uvloop
+
+from fulcrum_cluster.process import die_with_parent
+from fulcrum_core.values import AdmissionMode, OverloadAction
+from fulcrum_router import server
+from fulcrum_router.options import RouterOptions, parse_options
+from fulcrum_router.policy.admission import TierAdmission
+from fulcrum_router.policy.tier_reserve import Reserve
+from fulcrum_router.router import Router
+from fulcrum_router.settings import Tier
+from tests.integration.router.fake_engines import PROMPT, FakeEngine
+
+BAR = 1.25
+SERVED_MIN = 0.95
+ENGINES, CONCURRENCY, BLOCK_S, TENANTS = 8, 16, 1.0, 100
+ON = "on"
+
+
+@dataclass
+class BenchRouter:
+    """One router process, and the processor time of a request in each block, in seconds."""
+
+    name: str
+    process: subprocess.Popen[str]
+    port: int
+    costs_s: list[float]
+    sent: int = 0
+    served: int = 0
+
+    def read_cpu_s(self) -> float:
+        """Processor time of all threads, in seconds."""
+        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+@contextmanager
+def run_router(name: str, ports: list[int]) -> Iterator[BenchRouter]:
+    """Run a router over engines at these ports."""
+    half = len(ports) // 2
+    static = [f"{role}=" + ",".join(f"127.0.0.1:{port}" for port in some)
+              for role, some in (("prefill", ports[:half]), ("decode", ports[half:]))]  # fmt: skip
+    command = [sys.executable, __file__, "--router", name, "--static", *static]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield BenchRouter(name, process, json.loads(process.stdout.readline())["port"], [])
+        finally:
+            process.terminate()
+
+
+async def send_block(client: aiohttp.ClientSession, router: BenchRouter) -> tuple[int, int]:
+    """Send streams for some seconds; returns how many ended, and how many were served."""
+    until_s, body, ended, served = time.monotonic() + BLOCK_S, {**PROMPT, "stream": True}, 0, 0
+    numbers = itertools.count()
+
+    async def send() -> None:
+        nonlocal ended, served
+        while time.monotonic() < until_s:
+            number = next(numbers)
+            headers = {
+                "x-customer-tier": ("premium", "standard", "free")[number % 3],
+                "x-tenant-id": f"tenant-{number % TENANTS}",
+            }
+            url = f"http://127.0.0.1:{router.port}/v1/completions"
+            async with client.post(url, json=body, headers=headers) as response:
+                await response.read()
+                ended += 1
+                served += response.status == 200
+
+    await asyncio.gather(*(send() for _ in range(CONCURRENCY)))
+    return ended, served
+
+
+async def run(rounds: int) -> int:
+    """Measure and report; returns the exit code."""
+    engines = [FakeEngine(f"e{number}") for number in range(ENGINES)]
+    servers = [await asyncio.start_server(engine.serve, "127.0.0.1", 0) for engine in engines]
+    ports = [one.sockets[0].getsockname()[1] for one in servers]
+    with run_router("off", ports) as off, run_router(ON, ports) as on:
+        async with aiohttp.ClientSession() as client:
+            for number in range(rounds + 1):  # the first round warms up
+                for router in (off, on) if number % 2 else (on, off):
+                    began_s = router.read_cpu_s()
+                    ended, served = await send_block(client, router)
+                    if number:
+                        router.costs_s.append((router.read_cpu_s() - began_s) / ended)
+                        router.sent, router.served = router.sent + ended, router.served + served
+                for engine in engines:
+                    engine.requests.clear()
+        for one in servers:
+            one.close()
+        # The engines' connections end with the loop, which is no error here.
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, _context: None)
+    return report(off, on)
+
+
+def report(off: BenchRouter, on: BenchRouter) -> int:
+    """Print the figures; returns the exit code."""
+    for router in (off, on):
+        print(
+            f"{router.name:4} {1e6 * median(router.costs_s):7.1f} µs of CPU a request (median of "
+            f"{len(router.costs_s)} blocks), {router.served} of {router.sent} requests served"
+        )
+    ratios = sorted(b / a for a, b in zip(off.costs_s, on.costs_s, strict=True))
+    ratio, quarter = median(ratios), len(ratios) // 4
+    is_met = ratio <= BAR and on.served >= SERVED_MIN * on.sent
+    print(
+        f"on / off {ratio:.3f} (median of the pairs; the middle half {ratios[quarter]:.3f} to "
+        f"{ratios[-1 - quarter]:.3f}), bar {BAR} {'ok' if is_met else 'MISSED'}"
+    )
+    return int(not is_met)
+
+
+# --- the router's process ------------------------------------------------------------------------------
+
+
+def turn_on(router: Router) -> None:
+    """Give a router three tiers and all that they can have."""
+    settings = router.settings
+    assert settings is not None
+    slo, patient = settings.default_tier.slo, TierAdmission(action=OverloadAction.QUEUE, max_queue_s=10.0)
+    tiers = (
+        Tier("premium", slo, -10, TierAdmission(sheddable=False), 10**9, Reserve(0.25, 10.0)),
+        Tier("standard", slo, 0, patient, 10**9, weight=2.0),
+        Tier("free", slo, 0, TierAdmission(), 10**9),
+    )
+    changed = replace(
+        settings,
+        tiers={tier.name: tier for tier in tiers},
+        admission=AdmissionMode.ENFORCE,
+        prefill_ahead_s=0.5,
+    )
+    router.configure(changed, last_prefill_to_decode_s=None)
+
+
+def serve_router(name: str, arguments: list[str]) -> None:
+    """Run one router until it is ended."""
+    configure = server.configure_statically
+
+    def configure_all(router: Router, options: RouterOptions) -> None:
+        configure(router, options)
+        settings = router.settings
+        assert settings is not None
+        if name == ON:
+            turn_on(router)
+        else:
+            router.configure(
+                replace(settings, admission=AdmissionMode.OFF, prefill_ahead_s=math.inf, deflects=False),
+                last_prefill_to_decode_s=None,
+            )
+
+    server.configure_statically = configure_all  # static routers have no store with tiers
+
+    async def serve() -> None:
+        def announce(**ports: int) -> None:
+            print(json.dumps(ports), flush=True)
+
+        await server.serve(parse_options(arguments), asyncio.Event(), announce=announce)
+
+    die_with_parent()
+    uvloop.run(serve())
+
+
+def main() -> None:
+    """Parse the arguments and run."""
+    if sys.argv[1:2] == ["--router"]:
+        serve_router(sys.argv[2], sys.argv[3:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20, help="blocks of each router (%(default)s)")
+    sys.exit(asyncio.run(run(parser.parse_args().rounds)))
+
+
+if __name__ == "__main__":
+    main()
