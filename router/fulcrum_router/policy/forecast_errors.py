@@ -3,7 +3,7 @@
 A forecast errs, by 10 % where a queue waits. Requests that are refused because of a forecast just above the
 objective would meet it half of the time. So a forecast is multiplied by a low quantile of measured / forecast
 TTFT over recent requests: what remains above the objective then is late with the share of the others. A
-forecast is never made longer: errors come in bursts, and what was too short a minute ago may be right now.
+forecast is never made longer: the window remembers earlier bursts, whose errors may have been others.
 """
 
 from bisect import bisect_left, insort
