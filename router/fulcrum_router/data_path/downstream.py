@@ -21,6 +21,7 @@ from fulcrum_router.data_path.pass_through import PASS_THROUGH_PATHS, PassThroug
 from fulcrum_router.data_path.request import ClientRequest, Downstream
 from fulcrum_router.http1 import responses
 from fulcrum_router.http1.limits import estimate_parsed_bytes, find_max_connections
+from fulcrum_router.http1.portions import Portions
 from fulcrum_router.http1.requests import FULL, Rejection, Request, RequestReader
 from fulcrum_router.router import Router
 
@@ -34,7 +35,6 @@ CROWDED_SHARE = 0.75
 """Share of the greatest number of connections above which `CROWDED_TIMEOUT_S` applies."""
 CROWDED_TIMEOUT_S = 5.0
 """Upper limit of `REQUEST_TIMEOUT_S` and `IDLE_TIMEOUT_S` while very many connections are open."""
-MIN_CHECKED_AT_ONCE = 128
 REQUEST_TIMEOUT_S = 60.0
 """Longest time from the first to the last byte of a request."""
 IDLE_TIMEOUT_S = 75.0
@@ -59,9 +59,7 @@ class ClientServer:
         self.connections: set[ClientConnection] = set()
         self.memory = router.request_memory
         self.max_connections = find_max_connections()
-        self._unchecked: list[ClientConnection] = []
-        """Connections whose time-outs are checked next."""
-        self._checked_at_once = MIN_CHECKED_AT_ONCE
+        self._portions: Portions[ClientConnection] = Portions()
 
     def __call__(self) -> asyncio.Protocol:
         return cast(asyncio.Protocol, ClientConnection(self))
@@ -72,16 +70,8 @@ class ClientServer:
         return len(self.connections) > CROWDED_SHARE * self.max_connections
 
     def enforce_timeouts(self, now_s: float) -> None:
-        """Close connections that have exceeded a time-out.
-
-        Each call checks a tenth of them, at least `MIN_CHECKED_AT_ONCE`: more would keep all clients waiting.
-        """
-        if not self._unchecked:
-            self._unchecked = list(self.connections)
-            self._checked_at_once = max(MIN_CHECKED_AT_ONCE, len(self._unchecked) // 10)
-        checked = self._unchecked[-self._checked_at_once :]
-        del self._unchecked[-self._checked_at_once :]
-        for connection in checked:
+        """Close connections that have exceeded a time-out; of many, each call checks a portion."""
+        for connection in self._portions.take(self.connections):
             connection.enforce_timeouts(now_s)
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from fulcrum_router.http1.framing import (
     parse_head,
 )
 from fulcrum_router.http1.inline_task import run_in_asyncio_task
+from fulcrum_router.http1.portions import Portions
 
 _NO_SOCKET_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 """Errors of a connection attempt that are the router's own, and say nothing about the engine."""
@@ -342,7 +343,7 @@ class EngineConnection:
 class ConnectionPool:
     """The connections to one endpoint; the last used is reused first."""
 
-    __slots__ = ("_closed", "_idle", "address", "busy", "host", "last_data_s", "port")
+    __slots__ = ("_closed", "_idle", "_portions", "address", "busy", "host", "last_data_s", "port")
 
     def __init__(self, host: str, port: int) -> None:
         self.host, self.port = host, port
@@ -351,6 +352,7 @@ class ConnectionPool:
         self._idle: list[EngineConnection] = []
         self.busy: set[EngineConnection] = set()
         self.last_data_s = 0.0
+        self._portions: Portions[EngineConnection] = Portions()
         """When the endpoint last sent data, in monotonic seconds."""
 
     @property
@@ -437,13 +439,14 @@ class ConnectionPool:
     def enforce_timeouts(self, now_s: float) -> None:
         """Fail the legs whose deadline has passed, close connections that were idle for too long.
 
-        Called by the periodic sweep.
+        Called by the periodic sweep. Of many legs, each call checks a portion.
         """
         idle = self._idle
         while idle and now_s - idle[0].idle_since_s > MAX_IDLE_S:
             idle[0].abort()
-        for connection in list(self.busy):
-            connection.enforce_timeouts(now_s)
+        for connection in self._portions.take(self.busy):
+            if connection in self.busy:  # its response may have ended since its portion was made
+                connection.enforce_timeouts(now_s)
 
 
 def classify_connect_timeout(*, took_s: float, timeout_s: float, has_data: bool) -> Failure:
