@@ -37,7 +37,7 @@ def _check_api_keys(service: PDService, folder: Path | None) -> None:
             f"PDService {service.metadata.name} spec.router.auth.apiKeys.secretName", keys.secret_name, rule
         )
     if keys is None and folder is not None:
-        raise InvalidInput("--api-keys", folder, "is of no use: the service has no spec.router.auth.apiKeys")
+        raise InvalidInput("--api-keys", folder, "has no effect: the service has no spec.router.auth.apiKeys")
     if folder is not None and not folder.is_dir():
         raise InvalidInput("--api-keys", folder, "is not a folder")
 

@@ -167,10 +167,12 @@ class QuantizationSpec(ApiModel):
     """Precision of weights and KV cache."""
 
     weights: WeightPrecision = Field(
-        default=WeightPrecision.AUTO, description="auto: the checkpoint's; fp8; fp4 (default auto)."
+        default=WeightPrecision.AUTO,
+        description="Precision of the weights: auto (that of the checkpoint), fp8 or fp4 (default auto).",
     )
     kv_cache: KvPrecision = Field(
-        default=KvPrecision.AUTO, description="auto: the model's data type; fp8; fp4 (default auto)."
+        default=KvPrecision.AUTO,
+        description="Precision of the KV cache: auto (the model's data type), fp8 or fp4 (default auto).",
     )
 
 

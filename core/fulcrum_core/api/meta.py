@@ -269,7 +269,7 @@ class ObjectMeta(ApiModel):
     def _check_labels(cls, labels: dict[str, str]) -> dict[str, str]:
         for key, value in labels.items():
             if not _is_qualified_name(key) or (value and not _QUALIFIED_NAME_PART.fullmatch(value)):
-                raise ValueError(f"has {key}: {value}, which is no label as Kubernetes writes them")
+                raise ValueError(f"has {key}: {value}, which is not a valid Kubernetes label")
         return labels
 
     @field_validator("annotations")
@@ -277,7 +277,7 @@ class ObjectMeta(ApiModel):
     def _check_annotations(cls, annotations: dict[str, str]) -> dict[str, str]:
         for key in annotations:
             if not _is_qualified_name(key.lower()):
-                raise ValueError(f"has {key}, which is no annotation's key as Kubernetes writes them")
+                raise ValueError(f"has {key}, which is not a valid key of a Kubernetes annotation")
         return annotations
 
     @field_validator("owner_references")
@@ -304,7 +304,7 @@ class Condition(ApiModel):
 
     type: str = Field(description="Name of the condition.")
     status: ConditionStatus = Field(description="True, False or Unknown.")
-    reason: str = Field(description="One-word reason, for programs.")
+    reason: str = Field(description="Reason in one word, for programs.")
     message: str = Field(
         default="", description="For people: the object, the numbers, and what happens next."
     )

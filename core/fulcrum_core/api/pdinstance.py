@@ -30,7 +30,7 @@ class PDInstanceSpec(LaunchSpec):
     revision: str = Field(
         default="",
         max_length=63,
-        description="Hash of the launch spec: everything that the engine is launched with but its role.",
+        description="Hash of the launch spec: everything that the engine is launched with, except its role.",
     )
     role: AssignedRole | None = Field(
         default=None, description="Role that the engine is started with, if it takes its role only at start."

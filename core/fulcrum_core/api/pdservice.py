@@ -92,7 +92,7 @@ class PoolSpec(InstanceShapeSpec):
 
 
 class RoleFloor(ApiModel):
-    """Bounds of one role."""
+    """Floor of one role."""
 
     min: StrictInt = Field(
         default=1,
@@ -103,10 +103,10 @@ class RoleFloor(ApiModel):
 
 
 class RolesSpec(ApiModel):
-    """Bounds of both roles."""
+    """Floors of both roles."""
 
-    prefill: RoleFloor = Field(default_factory=RoleFloor, description="Bounds of prefill.")
-    decode: RoleFloor = Field(default_factory=RoleFloor, description="Bounds of decode.")
+    prefill: RoleFloor = Field(default_factory=RoleFloor, description="How many instances must prefill.")
+    decode: RoleFloor = Field(default_factory=RoleFloor, description="How many instances must decode.")
 
     def to_floors(self) -> Floors:
         """Convert to the floors of the PDAssignment."""
@@ -239,7 +239,7 @@ class PDServiceSpec(ApiModel):
         default=None,
         description="Strategic merge patch of each instance's pod, for pools without their own.",
     )
-    roles: RolesSpec = Field(default_factory=RolesSpec, description="Bounds of both roles.")
+    roles: RolesSpec = Field(default_factory=RolesSpec, description="How many instances each role must have.")
     kv_transfer: KvTransferSpec | None = Field(
         default=None, description="How KV is transferred from prefill to decode instances (default: NIXL)."
     )
@@ -362,7 +362,7 @@ class PDServiceStatus(ApiModel):
         "KVTransferVerified, SLOMet, Simulated.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
-    ready: str = Field(default="", description="Serving and desired instances, as 7/8.")
+    ready: str = Field(default="", description="Serving and desired instances, such as 7/8.")
     reason: str = Field(
         default="",
         max_length=64,
@@ -371,10 +371,10 @@ class PDServiceStatus(ApiModel):
     )
     prefill: RoleStatus = Field(default_factory=RoleStatus, description="Instances that play prefill.")
     decode: RoleStatus = Field(default_factory=RoleStatus, description="Instances that play decode.")
-    ratio: str = Field(default="", description="Serving prefill to serving decode instances, as 5:3.")
+    ratio: str = Field(default="", description="Serving prefill to serving decode instances, such as 5:3.")
     attainment: str | None = Field(
         default=None,
-        description="Requests of all tiers that met TTFT and TPOT in slo.window, in per cent, as 98.7; "
+        description="Requests of all tiers that met TTFT and TPOT in slo.window, in per cent, such as 98.7; "
         "unset: too few requests.",
     )
     tiers: tuple[TierStatus, ...] = Field(

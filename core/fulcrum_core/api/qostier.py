@@ -69,7 +69,7 @@ class TierAdmissionSpec(ApiModel):
         default=OverloadAction.REJECT,
         description="Reject: they are refused. Queue: they are served late, but refused when they wait for "
         "longer than maxQueueTime. Degrade: while decode is nearly full, answers have at most "
-        "maxOutputTokens; requests that would miss their objectives all the same are refused (default "
+        "maxOutputTokens; requests that would still miss their objectives are refused (default "
         "Reject).",
     )
     max_queue_time: Duration | None = Field(
@@ -138,8 +138,8 @@ class QoSTierSpec(ApiModel):
         le=1.0,
         description="Share of the prefill instances that is kept nearly idle for the tier while it sends "
         "requests, and of the decode KV cache that lower tiers leave free. It has no effect unless requests "
-        "wait in the router (router.dispatch.mode Queue). The tiers of a service can reserve 1 in all "
-        "(default 0).",
+        "wait in the router (router.dispatch.mode Queue). All tiers of a service together can reserve "
+        "at most 1 (default 0).",
     )
     reclaim_within: Duration | None = Field(
         default=None,
@@ -153,9 +153,9 @@ class QoSTierSpec(ApiModel):
         default=1.0,
         ge=0.01,
         le=100.0,
-        description="Share of the tier in the service that the tiers of its priority get while requests of "
-        "several of them wait in the router (router.dispatch.mode Queue), by weighted tokens: a tier with "
-        "weight 2 gets twice as much as one with weight 1 (default 1).",
+        description="How much the tier gets compared with other tiers of the same priority while requests of "
+        "several of them wait in the router (router.dispatch.mode Queue). A tier with weight 2 gets twice as "
+        "many weighted tokens as one with weight 1 (default 1).",
     )
     sheddable: StrictBool = Field(
         default=True,
@@ -170,7 +170,7 @@ class QoSTierSpec(ApiModel):
     rate_limit: RateLimitSpec | None = Field(
         default=None,
         description="How much each tenant of the tier may use, whatever router.admission is (default: no "
-        "limit). It binds only tenants that cannot choose their own names: see router.auth.",
+        "limit). It applies only to tenants that cannot choose their own names: see router.auth.",
     )
     match: TierMatchSpec = Field(
         default_factory=TierMatchSpec,

@@ -58,7 +58,7 @@ def _validate_byte_quantity(value: object, info: ValidationInfo) -> int:
     if isinstance(value, str):
         value = parse_byte_quantity(value)
     elif info.context == EXTERNAL_INPUT:
-        raise ValueError("is not a size such as 64Gi, 512Mi or 500G, which is text")
+        raise ValueError("is a number: write text with a unit, such as 64Gi, 512Mi or 500G")
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ValueError("is not a size such as 64Gi, 512Mi or 500G")
     return value

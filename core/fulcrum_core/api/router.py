@@ -53,7 +53,7 @@ class DispatchSpec(ApiModel):
         default=True,
         description="Whether a decode instance computes a prompt itself if no prefill instance would compute "
         "it well in time and its decodes have time to spare before their TPOT objective. It helps most in "
-        "mode Queue and where the mix of requests moves (default true).",
+        "mode Queue and where the mix of requests changes (default true).",
     )
 
 
@@ -97,8 +97,8 @@ class AuthSpec(ApiModel):
     ] = Field(
         default=(),
         max_length=64,
-        description="Networks (as 10.0.0.0/8) of proxies whose headers x-customer-tier and x-tenant-id are "
-        "used. From others these headers are ignored.",
+        description="Networks (such as 10.0.0.0/8) of proxies whose headers x-customer-tier and x-tenant-id "
+        "are used. From others these headers are ignored.",
     )
     api_keys: ApiKeysSpec | None = Field(
         default=None,
