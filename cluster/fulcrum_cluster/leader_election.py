@@ -138,7 +138,7 @@ class LeaderElector:
         rng: Spreads the candidates' retries.
         on_change: Called with True when it starts to lead and with False when it stops.
         able_to_lead: Returns whether the program can do a leader's work; if not, the Lease is neither renewed
-            nor taken.
+            nor taken. A leader that no longer can stays leader until it is replaced or its deadline.
         sleep: Waits for a number of seconds.
     """
 

@@ -135,6 +135,10 @@ class RouterServer:
 async def serve(options: RouterOptions, stopped: asyncio.Event, *, announce: Callable[..., None]) -> None:
     """Run one router until `stopped` is set.
 
+    With a Lease it takes part in the election once it has read the store; when it is stopped it waits for a
+    successor and gives the requests in flight the service's drain time-out. Without one it serves from the
+    start, until `SHUTDOWN_GRACE_S` after the end.
+
     Args:
         options: Options of the router.
         stopped: Event that starts the shutdown.

@@ -71,7 +71,10 @@ class PlayOptions:
 
 
 def parse_options(**arguments: Unpack[PlayArguments]) -> PlayOptions:
-    """Check the options, and read the manifest and the trace.
+    """Check the options, and read the manifest (without one, a shipped one) and the trace.
+
+    Engines whose type the manifest does not name become simulated ones. `--mode` replaces the service's mode
+    of autoscaling; `--scale`, `--speed` and `--seed` change the arrivals of the trace.
 
     Raises:
         InvalidInput: for the first option that breaks a rule.

@@ -46,7 +46,11 @@ class ServiceHandle:
 
 
 class Session:
-    """One run, from the first request to the figures. `frame` may be called at any time."""
+    """One run, from the first request to the figures. `frame` may be called at any time.
+
+    The load ends after its duration, with the last request of a trace, when the user quits, or, without a
+    duration, when all forced flips were made or none is possible any more.
+    """
 
     def __init__(
         self, options: PlayOptions, service_handle: ServiceHandle, observer: Observer, load: LoadGenerator

@@ -113,7 +113,8 @@ def _yaml_error(error: yaml.YAMLError, source: str) -> InvalidInput:
 def first_broken_rule(error: ValidationError, kind: type[Resource]) -> InvalidInput:
     """Return the first error of a validation as path, value and rule.
 
-    An unknown field goes first, as in API servers: a misspelt field often causes a missing one.
+    An unknown field goes first, as in API servers: a misspelt field often causes a missing one. The rule
+    suggests the field, or the quotes, that were probably meant; a value that may be a secret is not shown.
     """
     errors = error.errors(include_url=False)
     first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])

@@ -1,6 +1,7 @@
 """The response of a decode leg: what of an engine's bytes goes to the client, and from when on.
 
-The body is forwarded unchanged, without a usage event that the router added or a hidden error of the engine.
+The body is forwarded unchanged, but for three things: a usage event that the router requested is removed, a
+failure of the engine is never sent, and a stream that another engine began is continued in that one's chunks.
 
 The first byte is the first one sent to the client. Until then another instance can take over unnoticed, so a
 stream is buffered up to the first chunk with a token: every event but `[DONE]` and the usage counts as one.

@@ -35,6 +35,9 @@ class LeavingRound:
     def choose(self, levels: Sequence[Level], departed_s: float) -> WaitingRequest | None:
         """Choose the request to ask next; None: nobody else can leave.
 
+        It is of the highest level, except that lower levels that are due go first, the longest due before
+        the others.
+
         Args:
             levels: All levels, by descending priority.
             departed_s: Prefill work of all requests that have left for an instance, in seconds.

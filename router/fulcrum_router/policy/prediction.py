@@ -48,7 +48,11 @@ class PredictedTtft(NamedTuple):
 def predict_ttft(
     work: Work, prefill: InstanceView, decode: InstanceView, *, now_s: float, pairs: SourcePairs
 ) -> PredictedTtft:
-    """Predict the TTFT of a request that is sent to these instances now."""
+    """Predict the TTFT of a request that is sent to these instances now, as one that uses both.
+
+    Tokens of the prompt that the prefill instance has in its prefix cache cost nothing. A pair that has not
+    transferred KV yet counts as one that must shake hands first.
+    """
     tokens, ledger = work.prompt_tokens, decode.ledger
     pair = pairs.by_decode.get(decode.name)
     wait_s, lag_s = pairs.cold_s, 0.0

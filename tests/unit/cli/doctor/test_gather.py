@@ -12,6 +12,7 @@ from fulcrum_cli.target.connection import TargetConnection
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.memory_store import MemoryStore
 from fulcrum_cluster.objects import Object, ObjectKind
+from tests.waiting import advance
 
 pytestmark = pytest.mark.looptime
 
@@ -28,7 +29,7 @@ class SlowObjects:
     async def _respond(self) -> None:
         self.requests, self.open = self.requests + 1, self.open + 1
         self.open_max = max(self.open_max, self.open)
-        await asyncio.sleep(REQUEST_S)
+        await advance(REQUEST_S)
         self.open -= 1
 
     async def get(self, _kind: ObjectKind, name: str, *, namespace: str) -> Object:
