@@ -3,6 +3,7 @@
     python bench/fairness.py tenants [--trace FILE] [--speed 40]
     python bench/fairness.py weights
     python bench/fairness.py ageing
+    python bench/fairness.py reserve
 
 `tenants`: a trace with tenants, repeated for 4 min, or an adversarial pair: one tenant with long prompts and
 one with long answers; both at more than the fleet can serve. Service is weighted tokens: 1 for a prompt token
@@ -11,11 +12,15 @@ by at most the bound of the VTC paper, 2 max(longest prompt, 2 M), where M is th
 decode hold. In windows of 60 s, none that waits gets more than 5 % less than its share, which is what was
 served divided by the tenants that were served or waited. `weights`: the shares of two tiers of one priority
 that wait, with weights 3 and 1. `ageing`: the higher two of three tiers send more than the fleet can serve
-without end: the longest wait of a request of the lowest one, against its bound. Exit code 1 if a bar is
-missed.
+without end: the longest wait of a request of the lowest one, against its bound. `reserve`: the highest of two
+tiers reserves half of two prefill and two decode instances, and sends nothing for 2 min, while the other one
+sends more than the fleet can serve: tokens served in that time, with and without the reserve. Then it sends a
+prompt: the time until it is sent on, against one prompt of the other tier, and until the other one has left
+the reserve of the KV caches, against `reclaimWithin`. Exit code 1 if a bar is missed.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +29,7 @@ from pathlib import Path
 
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Slo
+from fulcrum_router.policy.tier_reserve import Reserve
 from fulcrum_router.policy.token_counters import INPUT_WEIGHT, OUTPUT_WEIGHT
 from fulcrum_router.policy.waiting_lines import AGEING_FACTOR
 from fulcrum_simulator.fleet.load import leave_out_overlong
@@ -40,6 +46,10 @@ REPEATED_S = 240.0
 PROFILE = load_profile("l70-h100-tp4")
 SLO = Slo(ttft_s=3.0, tpot_s=0.1)
 WINDOW_S = 60.0
+IDLE_FOR_S, RESERVE_S, RECLAIM_S = 120.0, 160.0, 10.0
+RESERVE_LOSS_MAX = 0.02
+RESERVE_KV_TOKENS = 60_000
+"""KV cache of a decode instance: few enough that answers fill it."""
 SHORTFALL_MAX = 0.05
 PREFILL_AHEAD_S = 0.5
 
@@ -49,7 +59,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("measurement", choices=("tenants", "weights", "ageing"))
+    parser.add_argument("measurement", choices=("tenants", "weights", "ageing", "reserve"))
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--speed", type=float, default=40.0, help="of the trace (%(default)s)")
     given = parser.parse_args()
@@ -57,6 +67,8 @@ def main() -> int:
         return measure_weights()
     if given.measurement == "ageing":
         return measure_ageing()
+    if given.measurement == "reserve":
+        return measure_reserve()
     if given.trace is None:
         return measure_tenants(make_pair(), decode=1)
     return measure_tenants(read_trace(given.trace, given.speed), decode=TRACE_DECODE)
@@ -70,7 +82,7 @@ def run(
     options = RunOptions(
         profile=PROFILE,
         instances=instances,
-        policy=parse_policy(f"static:{PREFILL}P{decode}D+queue", instances=instances),
+        policy=parse_policy(f"static:{PREFILL}P{decode}D", instances=instances),
         slo=SLO,
         drain_s=0.0,
         weights=weights or {},
@@ -132,9 +144,10 @@ def count_service(records: Sequence[RequestResult], end_s: int) -> list[float]:
     """Weighted tokens that were served until each second."""
     changes = [0.0] * (end_s + 2)
     for record in records:
-        if not record.prefill_sent_s or record.prefill_sent_s > end_s:
+        sent_s = find_sent(record)
+        if sent_s is None or sent_s > end_s:
             continue
-        changes[int(record.prefill_sent_s) + 1] += INPUT_WEIGHT * record.request.input_tokens
+        changes[int(sent_s) + 1] += INPUT_WEIGHT * record.request.input_tokens
         if record.first_token_s is None or record.first_token_s > end_s:
             continue
         first, last = int(record.first_token_s), int(record.last_token_s or end_s)
@@ -147,12 +160,18 @@ def count_service(records: Sequence[RequestResult], end_s: int) -> list[float]:
     return sums
 
 
+def find_sent(record: RequestResult) -> float | None:
+    """When the prompt was sent; of one that decode computes, the time of its first token."""
+    return record.prefill_sent_s or record.first_token_s
+
+
 def find_waits(records: Sequence[RequestResult], end_s: int) -> list[bool]:
     """Whether a request of a tenant waited in the whole of each second."""
     changes = [0] * (end_s + 2)
     for record in records:
-        sent_s = record.prefill_sent_s or float(end_s)
-        first, last = int(record.request.arrival_s) + 1, min(int(sent_s), end_s)
+        sent_s = find_sent(record)
+        first = int(record.request.arrival_s) + 1
+        last = end_s if sent_s is None else min(int(sent_s), end_s)
         if last > first:
             changes[first] += 1
             changes[last] -= 1
@@ -229,13 +248,74 @@ def measure_ageing() -> int:
         for n in range(1, int(last_s / every_s))
     ]
     records = run(sorted([*flood, *lowest], key=lambda request: request.arrival_s))
-    waits = [(r.prefill_sent_s or last_s) - r.request.arrival_s for r in records if r.request.tier == "free"]
+    waits = [(find_sent(r) or last_s) - r.request.arrival_s for r in records if r.request.tier == "free"]
     # Its own work times the factor, a request of each other level, and what the instance has already.
     bound_s = ((AGEING_FACTOR + 2) * own_s) / PREFILL + PREFILL_AHEAD_S + own_s
     print(
         f"{len(waits)} requests of the lowest tier: longest wait {max(waits):.2f} s (bound: {bound_s:.2f} s)"
     )
     return int(max(waits) > bound_s)
+
+
+def measure_reserve() -> int:
+    """Print what an idle reserve costs, and how soon it is back, in prefill and in decode."""
+    profile = PROFILE.model_copy(update={"kv_capacity_tokens": RESERVE_KV_TOKENS})
+    prompt_s = profile.step_model.prefill_model(profile.token_budget).ttft_s(8_000)
+    missed = 0
+    for name, lengths in (("prompts", ((8_000, 10),)), ("answers", ((1_500, 100), (3_000, 800)))):
+        workload = make_reserve_load(lengths, every_s=prompt_s / 6)
+        served, back_s, wait_s = [], 0.0, 0.0
+        for reserve in (Reserve(), Reserve(0.5, RECLAIM_S)):
+            options = RunOptions(
+                profile=profile,
+                instances=4,
+                policy=parse_policy("static:2P2D", instances=4),
+                slo=SLO,
+                drain_s=0.0,
+                reserved={"premium": reserve},
+            )
+            records = simulate(workload, options).records
+            free = [record for record in records if record.request.tier == "free"]
+            served.append(count_service(free, int(IDLE_FOR_S))[-1])
+            back_s = find_return(free, 2 * RESERVE_KV_TOKENS * (1 - reserve.fraction)) - IDLE_FOR_S
+            first = next(record for record in records if record.request.tier == "premium")
+            wait_s = first.prefill_sent_s - first.request.arrival_s + first.prefill_queue_s
+        loss = 1 - served[1] / served[0]
+        print(
+            f"flood of {name}: an idle reserve of 0.5 costs {loss:.1%} of the tokens served (bar: 2 %); it "
+            f"is back in prefill after {wait_s:.2f} s (bar: a prompt, {prompt_s:.2f} s) and in decode after "
+            f"{back_s:.1f} s (bar: reclaimWithin, {RECLAIM_S:g} s)",
+            flush=True,
+        )
+        missed += loss > RESERVE_LOSS_MAX or wait_s > prompt_s or back_s > RECLAIM_S
+    return int(missed > 0)
+
+
+def make_reserve_load(lengths: Sequence[tuple[int, int]], *, every_s: float) -> list[WorkloadRequest]:
+    """A flood of one tier with these lengths in turn, and after 2 min a request a second of the other one."""
+    flood = [
+        WorkloadRequest(n * every_s, *lengths[n % len(lengths)], tenant="free", tier="free")
+        for n in range(int(RESERVE_S / every_s))
+    ]
+    owner = [
+        WorkloadRequest(IDLE_FOR_S + n, 2_000, 100, tenant="acme", tier="premium", priority=10)
+        for n in range(int(RESERVE_S - IDLE_FOR_S))
+    ]
+    return sorted([*flood, *owner], key=lambda request: request.arrival_s)
+
+
+def find_return(records: Sequence[RequestResult], tokens: float) -> float:
+    """When, in seconds, the requests have no more tokens than this in decode, once the reserve is used."""
+    for tenth in range(int(10 * IDLE_FOR_S), int(10 * RESERVE_S)):
+        at_s = tenth / 10
+        present = [
+            record
+            for record in records
+            if record.first_token_s and record.first_token_s <= at_s < (record.last_token_s or math.inf)
+        ]
+        if sum(r.request.input_tokens + r.output_tokens for r in present) <= tokens:
+            return at_s
+    return math.inf
 
 
 if __name__ == "__main__":

@@ -47,6 +47,8 @@ FLIP_WAIT_S = 0.05
 """Seconds that a request waits for the flip that it asked for."""
 FLIP_WAIT_BACKOFF_S = 1.0
 """Seconds after a wait without a flip in which no request waits for the same role."""
+LENT_MARGIN = 2.0
+"""How much longer than expected an answer may be that a reserve in decode is lent to."""
 SHED_BACKOFF_S = 0.5
 """Seconds in which an instance that has shed a request gets none of those that wait."""
 
@@ -286,6 +288,7 @@ class JourneyContext(Generic[V]):
         reserve, decode = self.tier_reserve, self.fleet.candidates.decode
         if reserve.is_empty or not decode:
             return 0.0
+        output_tokens *= LENT_MARGIN
         if work.output_limit:
             output_tokens = min(output_tokens, work.output_limit)
         step_s = math.fsum(i.decode_model.itl_s(i.ledger.decode_tokens) for i in decode) / len(decode)

@@ -91,6 +91,24 @@ def test_the_idle_reserve_of_decode_is_lent_to_answers_that_end_soon(
 
 
 @pytest.mark.parametrize(
+    ("reclaim_within_s", "output_limit", "kept"),
+    [
+        pytest.param(2.1, 0, 0.0, id="twice the 100 tokens that are expected take 2 s"),
+        pytest.param(1.9, 0, 0.5, id="that is too long"),
+        pytest.param(1.9, 150, 0.0, id="it may not have as many"),
+    ],
+)
+def test_an_answer_may_last_twice_as_long_as_expected(
+    reclaim_within_s: float, output_limit: int, kept: float
+) -> None:
+    fleet = FakeFleet([*four_instances(0, 0, 0, 0), instance("d", role=Role.DECODE)])
+    context: JourneyContext[FakeInstance] = JourneyContext(fleet, TransferPairs())
+    context.tier_reserve.set_reserves({"gold": Reserve(0.5, reclaim_within_s)})
+    request = work(10, tier="free", output_limit=output_limit)
+    assert context.find_kept_decode(request, 100.0, 0.0) == kept
+
+
+@pytest.mark.parametrize(
     ("queued_s", "tier", "tokens", "left"),
     [
         pytest.param(
