@@ -148,6 +148,7 @@ def _report_stalls(router: MeasuredRouter) -> bool:
         f"stalls of the event loop, processor time: p99.99 {stalls.cpu_p9999_s * 1e3:.1f} ms, "
         f"longest {stalls.cpu_max_s * 1e3:.1f} ms"
     )
+    print(stalls.describe_callbacks())
     return stalls.cpu_p9999_s <= STALL_MAX_S
 
 

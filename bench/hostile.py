@@ -284,6 +284,7 @@ def report(
         f" max {stalls.cpu_max_s * 1e3:.1f} ms; with other processes {stalls.wall_p9999_s * 1e3:.1f} and"
         f" {stalls.wall_max_s * 1e3:.1f} ms"
     )
+    print(stalls.describe_callbacks())
     without_s = percentile(before.latencies_s + after.latencies_s, 99) or 0.0
     ratio = (percentile(during.latencies_s, 99) or 0.0) / without_s
     growth = last / first - 1

@@ -10,14 +10,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import uvloop
 
 from fulcrum_cluster.process import die_with_parent
+from fulcrum_router.data_path.downstream import ClientConnection, ClientServer
+from fulcrum_router.fleet.instances import Fleet
+from fulcrum_router.http1.inline_task import Turns
+from fulcrum_router.http1.upstream import EngineConnection
 from fulcrum_router.options import parse_options
+from fulcrum_router.router import Router
 from fulcrum_router.server import serve
 
 TICK_S = 0.001
@@ -36,6 +41,14 @@ class Stalls:
     cpu_max_s: float
     wall_p9999_s: float
     wall_max_s: float
+    callbacks: dict[str, tuple[float, float]]
+    """Processor time of single callbacks by kind: p99.99 and longest. A turn of the event loop has many: all
+    that arrived while the process waited for a processor."""
+
+    def describe_callbacks(self) -> str:
+        """One line for a report."""
+        kinds = (f"{kind} {p * 1e3:.1f} and {most * 1e3:.1f}" for kind, (p, most) in self.callbacks.items())
+        return f"single callbacks, p99.99 and longest, ms: {', '.join(kinds)}"
 
 
 @dataclass
@@ -121,8 +134,40 @@ def _measure(cpu: _Longest, wall: _Longest) -> None:
     loop.call_later(TICK_S, tick, time.monotonic(), time.thread_time())
 
 
+_CALLBACKS: dict[str, tuple[type, str]] = {
+    "client's data": (ClientConnection, "data_received"),
+    "client's next turn": (ClientConnection, "_serve_again"),
+    "client leaves": (ClientConnection, "connection_lost"),
+    "engine's data": (EngineConnection, "data_received"),
+    "engine leaves": (EngineConnection, "connection_lost"),
+    "turn of a long body": (Turns, "_give"),
+    "time-outs of legs": (Fleet, "enforce_timeouts"),
+    "time-outs of clients": (ClientServer, "enforce_timeouts"),
+    "tick": (Router, "tick"),
+}
+
+
+def _measure_callbacks() -> dict[str, _Longest]:
+    """Measure each callback of these kinds from now on."""
+    longest = {kind: _Longest() for kind in _CALLBACKS}
+    for kind, (owner, name) in _CALLBACKS.items():
+        setattr(owner, name, _measured(getattr(owner, name), longest[kind]))
+    return longest
+
+
+def _measured(function: Callable[..., object], longest: _Longest) -> Callable[..., object]:
+    def measured(*arguments: object) -> object:
+        began_s = time.thread_time()
+        try:
+            return function(*arguments)
+        finally:
+            longest.add(time.thread_time() - began_s)
+
+    return measured
+
+
 async def _run(folder: Path, arguments: Sequence[str]) -> None:
-    stopped, cpu, wall = asyncio.Event(), _Longest(), _Longest()
+    stopped, cpu, wall, callbacks = asyncio.Event(), _Longest(), _Longest(), _measure_callbacks()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
 
     def announce(**ports: int) -> None:
@@ -131,7 +176,9 @@ async def _run(folder: Path, arguments: Sequence[str]) -> None:
 
     await serve(parse_options(arguments), stopped, announce=announce)
     stalls = {"turns": cpu.count, "cpu_p9999_s": cpu.p9999_s(), "cpu_max_s": cpu.max_s(),
-              "wall_p9999_s": wall.p9999_s(), "wall_max_s": wall.max_s()}  # fmt: skip
+              "wall_p9999_s": wall.p9999_s(), "wall_max_s": wall.max_s(),
+              "callbacks": {kind: (each.p9999_s(), each.max_s()) for kind, each in callbacks.items()
+                            if each.count}}  # fmt: skip
     (folder / "stalls.json").write_text(json.dumps(stalls), encoding="utf-8")
 
 
