@@ -249,7 +249,7 @@ async def run_hostile_engine(
     """Run an engine each of whose responses is of another kind; its pages are healthy."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(*CLOSED):
+        with contextlib.suppress(*CLOSED, asyncio.CancelledError):
             while (await reader.readuntil(b"\r\n\r\n")).startswith(b"GET"):
                 writer.write(OK + b"content-length: 0\r\n\r\n")
             name = rng.choice(sorted(ENGINE_RESPONSES))

@@ -6,6 +6,7 @@ coroutine awaits `Completion`s only; it runs asyncio coroutines with `run_in_asy
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
@@ -84,12 +85,20 @@ class InlineTask:
         completion.set_waiter(self)
 
 
+LONG_TURN_S = 0.002
+"""Processor time of a turn after which others are given time."""
+
+
 class Turns:
-    """Gives inline tasks that ask for one a turn of the event loop each, in their order."""
+    """Gives inline tasks that ask for one a turn of the event loop each, in their order.
 
-    __slots__ = ("_waiting",)
+    After a turn that took long, all else has as much time before the next one. `clock` is processor time.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_clock", "_waiting")
+
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+        self._clock = clock
         self._waiting: deque[Completion[None]] = deque()
 
     def take(self) -> Completion[None]:
@@ -101,10 +110,17 @@ class Turns:
         return completion
 
     def _give(self) -> None:
-        completion = self._waiting.popleft()
-        if self._waiting:
-            asyncio.get_running_loop().call_soon(self._give)
-        completion.set_result(None)
+        began_s = self._clock()
+        try:
+            self._waiting[0].set_result(None)  # it stays in the line meanwhile: whoever joins does not begin
+        finally:
+            self._waiting.popleft()
+            if self._waiting:
+                took_s, loop = self._clock() - began_s, asyncio.get_running_loop()
+                if took_s < LONG_TURN_S:
+                    loop.call_soon(self._give)
+                else:
+                    loop.call_later(took_s, self._give)
 
 
 async def run_in_asyncio_task(

@@ -658,6 +658,30 @@ async def test_the_error_of_the_predicted_ttft_is_measured_for_streams(client: a
         assert (whole, stream) == (["prefill_leg"], ["prefill_leg", "decode_leg", "ttft"])
 
 
+async def test_a_stream_of_tool_calls_reaches_the_client_as_the_engine_sent_it(
+    client: aiohttp.ClientSession,
+) -> None:
+    call = {"index": 0, "id": "call-1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    parts = [{**call}, *({"index": 0, "function": {"arguments": text}} for text in ('{"a":', ' "\\n"}'))]
+    deltas = [{"role": "assistant", "content": ""}, *({"tool_calls": [part]} for part in parts)]
+    choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+    choices.append({"index": 0, "delta": {}, "finish_reason": "tool_calls"})
+    events = [*(json.dumps({"id": "c", "choices": [choice]}) for choice in choices), "[DONE]"]
+
+    async def call_a_tool(response: ResponseWriter) -> None:
+        await response.start_stream()
+        for event in events:
+            await response.event(event)
+        await response.raw(b"0\r\n\r\n")
+
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "stream": True}
+    async with (
+        run_router(FakeEngine("p1"), FakeEngine("d1", decode=call_a_tool)) as world,
+        client.post(world.url("/v1/chat/completions"), json={**body, "tools": [{"type": "function"}]}) as got,
+    ):
+        assert await got.text() == "".join(f"data: {event}\n\n" for event in events)
+
+
 async def test_streamed_tokens_are_added_to_the_ledger_as_they_arrive(client: aiohttp.ClientSession) -> None:
     go_on = asyncio.Event()
 

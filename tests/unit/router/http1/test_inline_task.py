@@ -53,6 +53,41 @@ async def test_tasks_take_turns_of_the_event_loop_in_their_order() -> None:
     assert len({turn for _, turn in taken}) == 3
 
 
+async def test_after_a_long_turn_others_have_as_much_time() -> None:
+    clock_s, loop, began_s = [0.0], asyncio.get_running_loop(), list[float]()
+    turns = Turns(clock=lambda: clock_s[0])
+    done = asyncio.Event()
+
+    async def work(took_s: float) -> None:
+        await turns.take()
+        began_s.append(loop.time())
+        clock_s[0] += took_s
+        if len(began_s) == 2:
+            done.set()
+
+    for took_s in (0.03, 0.0):
+        InlineTask(work(took_s)).resume()
+    await done.wait()
+    assert began_s[1] - began_s[0] >= 0.028  # the event loop rounds to milliseconds
+
+
+async def test_a_turn_that_fails_does_not_end_the_line() -> None:
+    turns, done = Turns(), asyncio.Event()
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+
+    async def fail() -> None:
+        await turns.take()
+        raise ValueError
+
+    async def work() -> None:
+        await turns.take()
+        done.set()
+
+    InlineTask(fail()).resume()
+    InlineTask(work()).resume()
+    await done.wait()
+
+
 def test_cancel_raises_at_the_await_at_once() -> None:
     completion: Completion[None] = Completion()
     events: list[str] = []
