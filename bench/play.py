@@ -3,6 +3,7 @@
     python bench/play.py CASE [--seed N] [--for SECONDS] [--trace FILE]
 
 * moving: the load whose mix changes, mode Auto and then Off with the same seed
+* dispatch: the moving load, requests waiting in the router and then in the engines with the same seed
 * steady: a load that needs no flip
 * trace: a recording at four times its speed; FILE, or azure_code_2023.csv.gz in the folder FULCRUM_TRACES
 * flips: 1500 flips, each forced when the router has acknowledged the one before, under the changing load
@@ -22,7 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+PLAY = Path(__file__).parents[1] / "examples" / "play.yaml"
 RECORDING = "azure_code_2023.csv.gz"
+DIRECT = "direct.yaml"
+"""The service of `fulcrum play` with mode Direct and without deflection, in the folder of the report."""
 FLIPS = 1500
 """Enough for the load to run most of the time: the first 300 end before its first responses."""
 SETTLING_TIME_S = 10.0
@@ -61,6 +67,14 @@ def judge_moving(auto: Report, off: Report) -> Iterable[Verdict]:
     yield shares[0] - shares[1] >= 0.1, f"attainment {shares[0]:.1%} with Auto, {shares[1]:.1%} with Off"
 
 
+def judge_dispatch(queue: Report, direct: Report) -> Iterable[Verdict]:
+    """Check that SLO attainment is not below that of mode Direct without deflection."""
+    yield from judge_requests(queue)
+    yield from judge_requests(direct)
+    shares = queue["attainment"], direct["attainment"]
+    yield shares[0] >= shares[1], f"attainment {shares[0]:.1%} with Queue, {shares[1]:.1%} with Direct"
+
+
 def judge_steady(report: Report) -> Iterable[Verdict]:
     """Check that a steady load causes at most one flip."""
     yield from judge_requests(report)
@@ -92,6 +106,7 @@ def judge_kill(report: Report) -> Iterable[Verdict]:
 
 CASES = {
     "moving": Case((("--mode", "Auto"), ("--mode", "Off")), judge_moving),
+    "dispatch": Case(((), ("--file", DIRECT)), judge_dispatch),
     "steady": Case((("--load", "steady"),), judge_steady),
     "trace": Case((("--speed", "4"),), judge_trace),
     "flips": Case((("--mode", "Off", "--flips", str(FLIPS)),), judge_flips),
@@ -99,10 +114,20 @@ CASES = {
 }
 
 
+def write_direct(path: Path) -> None:
+    """Write the manifest of `fulcrum play` with requests that wait in the engines."""
+    manifest = yaml.safe_load(PLAY.read_text(encoding="utf-8"))
+    manifest["spec"]["router"]["dispatch"] = {"mode": "Direct", "deflect": False}
+    path.write_text(yaml.safe_dump(manifest), encoding="utf-8")
+
+
 def run_play(*options: str) -> Report:
     """Run once and return the report; print its output except the flips."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
+        if DIRECT in options:
+            write_direct(Path(folder) / DIRECT)
+            options = tuple(str(Path(folder) / DIRECT) if part == DIRECT else part for part in options)
         command = [sys.executable, "-m", "fulcrum_cli", "play", "--headless", "--json", str(path), *options]
         print(f"fulcrum {' '.join(command[3:5])} {' '.join(options)}", flush=True)
         ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
