@@ -185,3 +185,4 @@ def test_the_example_for_cpus_is_planned_for_cpus(capsys: pytest.CaptureFixture[
     assert exited.value.code in (None, 0)
     assert "    UCX_TLS=tcp,sm,self\n" in output
     assert "gpu" not in output
+    assert "transfer buffer" not in output
