@@ -28,10 +28,13 @@ def copy_model_for_all_users(environment: Path, folder: Path) -> Path:
 
 
 class VolumeClaims:
-    """Folders of the nodes as read-only volumes, with claims in one namespace."""
+    """Folders of the nodes as volumes, with claims in one namespace."""
 
-    def __init__(self, cluster: Cluster, namespace: str, folders: dict[str, Path]) -> None:
+    def __init__(
+        self, cluster: Cluster, namespace: str, folders: dict[str, Path], *, access: str = "ReadOnlyMany"
+    ) -> None:
         self._cluster, self._namespace, self._folders = cluster, namespace, folders
+        self._access = {"accessModes": [access], "storageClassName": ""}
 
     def create(self) -> None:
         """Create volumes and claims, bound to each other by name."""
@@ -49,7 +52,7 @@ class VolumeClaims:
 
     def _volume(self, name: str) -> dict[str, Any]:
         spec = {
-            **_READ_ONLY_MANY,
+            **self._access,
             "capacity": _CAPACITY,
             "hostPath": {"path": str(self._folders[name]), "type": "Directory"},
             "claimRef": {"namespace": self._namespace, "name": name},
@@ -59,7 +62,7 @@ class VolumeClaims:
 
     def _claim(self, name: str) -> dict[str, Any]:
         spec = {
-            **_READ_ONLY_MANY,
+            **self._access,
             "resources": {"requests": _CAPACITY},
             "volumeName": self._volume_name(name),
         }
@@ -67,7 +70,6 @@ class VolumeClaims:
         return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": spec}
 
 
-_READ_ONLY_MANY = {"accessModes": ["ReadOnlyMany"], "storageClassName": ""}
 _CAPACITY = {"storage": "8Gi"}
 
 

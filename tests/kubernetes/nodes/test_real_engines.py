@@ -27,8 +27,9 @@ from tests.engines.completions import (
     send,
     send_until_routed,
 )
-from tests.engines.services import DEADLINE_S, START_S, require_engines
+from tests.engines.services import DEADLINE_S, MODEL, START_S, require_engines
 from tests.kubernetes.clusters import enforce_restricted_pod_security
+from tests.kubernetes.nodes import fake_hub
 from tests.kubernetes.nodes.pods import list_pods
 from tests.kubernetes.nodes.real_engines import (
     ENGINES,
@@ -223,3 +224,56 @@ def are_all_pairs_verified(state: StatePort) -> bool:
     """Whether each pair was verified, also by its last KV transfer."""
     pairs = state.read().pairs
     return [pair.last_reason for pair in pairs] == [conditions.VERIFIED] * (ENGINES * (ENGINES - 1))
+
+
+DOWNLOAD = """
+import os, pathlib, signal, socket
+from huggingface_hub import hf_hub_download
+
+path = hf_hub_download("acme/model", "model.safetensors")
+(pathlib.Path(os.environ["HF_HUB_CACHE"]) / socket.gethostname()).write_text(path)
+signal.pause()
+"""
+"""Downloads the weights as vLLM does, with the hub's library, and says so in the shared folder."""
+
+
+def build_downloading_manifest(environment: Path) -> dict[str, Any]:
+    """Return a PDService whose engines download another model into a claim, and serve nothing."""
+    manifest = build_manifest(environment)
+    spec = manifest["spec"]
+    container = spec["pools"][0]["template"]["spec"]["containers"][0]
+    container["command"] = [str(environment / "bin" / "python"), "-c", DOWNLOAD]
+    container["args"] = []
+    spec["model"], spec["modelSource"] = "acme/model", {"downloads": {"pvc": "downloads"}}
+    spec["engine"]["env"] = [{"name": "HF_ENDPOINT", "value": fake_hub.ENDPOINT}]
+    return manifest
+
+
+@pytest.mark.timeout(600)
+def test_engines_of_two_nodes_download_the_weights_once_into_a_shared_claim(
+    environment: Path,
+    cluster: Cluster,
+    prepared_service: DeployedService,
+    namespace: str,
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "downloads"
+    folder.mkdir()
+    folder.chmod(0o777)
+    claim = VolumeClaims(cluster, namespace, {"downloads": folder}, access="ReadWriteMany")
+    claim.create()
+    config = (environment / MODEL / "config.json").read_bytes()
+    files = {"config.json": config, "model.safetensors": b"w" * 2**20}
+    with fake_hub.serve_hub(cluster, "acme/model", files) as downloads:
+        text = json.dumps(build_downloading_manifest(environment))
+        cluster.kubectl("apply", f"--namespace={namespace}", "-f", "-", stdin=text)
+
+        def finished() -> set[str]:
+            return {path.name for path in folder.iterdir() if path.name.startswith("chat-")}
+
+        wait_for(
+            lambda: finished() == {"chat-0", "chat-1"}, "both engines to have the weights", timeout_s=240
+        )
+        nodes = {pod.node for pod in prepared_service.engines()}
+    claim.delete()
+    assert (len(nodes), downloads["model.safetensors"]) == (ENGINES, 1)
