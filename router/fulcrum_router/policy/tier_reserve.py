@@ -103,6 +103,11 @@ class TierReserve:
         )
 
     @property
+    def has_time_limit(self) -> bool:
+        """Whether the time in decode matters for what is lent."""
+        return any(reserve.reclaim_within_s < math.inf for reserve in self._reserves.values())
+
+    @property
     def is_empty(self) -> bool:
         """Whether no tier has a reserve."""
         return not self._reserves

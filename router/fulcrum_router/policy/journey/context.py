@@ -256,9 +256,10 @@ class JourneyContext(Generic[V]):
             work.output_limit or math.inf,
             tier.max_output_tokens or math.inf,
         )
+        leaves_room = highest is not None and work.priority < highest
         reserve = NO_RESERVE_VIEW
         if room.prefill_ahead_s < math.inf and not self.tier_reserve.is_empty:
-            reserve = self._view_reserve(work, output_tokens, now_s)
+            reserve = self._view_reserve(work, output_tokens, now_s, leaves_room=leaves_room)
             eligible = self.tier_reserve.list_left(
                 eligible, work.tier, tokens=work.prompt_tokens, now_s=now_s
             )
@@ -272,15 +273,17 @@ class JourneyContext(Generic[V]):
             mean_output_tokens=lengths.mean_served,
             output_tokens_in_decode=lengths.mean_in_decode,
             delays=self.pairs.prefill_delays,
-            leaves_room=highest is not None and work.priority < highest,
+            leaves_room=leaves_room,
             reserve=reserve,
         )
 
-    def _view_reserve(self, work: Work, output_tokens: float, now_s: float) -> ReserveView:
+    def _view_reserve(
+        self, work: Work, output_tokens: float, now_s: float, *, leaves_room: bool
+    ) -> ReserveView:
         return ReserveView(
             own_instances=self.tier_reserve.count_own(work.tier, len(self.fleet.candidates.prefill)),
             own_backlog_s=self.waiting_room.find_tier_backlog_s(work.priority, work.tier),
-            kept_decode=self.find_kept_decode(work, output_tokens, now_s),
+            kept_decode=self.find_kept_decode(work, output_tokens, now_s) if leaves_room else 0.0,
         )
 
     def find_kept_decode(self, work: Work, output_tokens: float, now_s: float) -> float:
@@ -288,6 +291,8 @@ class JourneyContext(Generic[V]):
         reserve, decode = self.tier_reserve, self.fleet.candidates.decode
         if reserve.is_empty or not decode:
             return 0.0
+        if not reserve.has_time_limit:
+            return reserve.find_kept_decode(work.tier, stay_s=0.0, now_s=now_s)
         output_tokens *= LENT_MARGIN
         if work.output_limit:
             output_tokens = min(output_tokens, work.output_limit)

@@ -55,7 +55,7 @@ class EligibleInstances(JourneyRecord[V]):
         """Whether decode has no room for a request of this tier."""
         context, work = self._context, self.work
         share = context.decode_share
-        if share.highest is None:
+        if share.highest is None or work.priority >= share.highest:
             return False
         output_tokens = context.demand.lengths.predict(work.tenant, work.prompt_tokens)
         tokens = work.context_tokens + work.choices * output_tokens
