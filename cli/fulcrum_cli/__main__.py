@@ -48,6 +48,10 @@ ServiceArgument = Annotated[
 ]
 InstanceArgument = Annotated[str, typer.Argument(help="Name of the instance.")]
 OutputOption = Annotated[str | None, typer.Option("-o", "--output", help="Output format: json or yaml.")]
+PrefixCachesOption = Annotated[
+    bool,
+    typer.Option("--prefix-caches", help="Engines keep prompts for those that begin alike, by block ids."),
+]
 PlotOption = Annotated[
     Path | None, typer.Option(help="Draw the run over time into this HTML file; needs fulcrum[plot].")
 ]
@@ -261,6 +265,7 @@ def simulate(
         float, typer.Option(help="Largest relative deviation of a step's duration.")
     ] = 0.05,
     failures: Annotated[float, typer.Option(help="Engine failures per instance and hour.")] = 0.0,
+    prefix_caches: PrefixCachesOption = False,
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file as JSON.")] = None,
     plot: PlotOption = None,
     record: RecordOption = None,
@@ -275,7 +280,7 @@ def simulate(
             find_rate=find_rate, check_rates=check_rates, scale=scale, speed=speed, slo_ttft=slo_ttft,
             slo_tpot=slo_tpot, seed=seed, seeds=seeds, state_age=state_age, flip_latency=flip_latency,
             model_error=model_error, step_noise=step_noise, failures=failures, json=json, plot=plot,
-            record=record,
+            record=record, prefix_caches=prefix_caches,
         )
     )  # fmt: skip
 

@@ -93,6 +93,7 @@ class Router:
         self.access_log.share = settings.access_log
         self.journeys.waiting_room.prefill_ahead_s = settings.prefill_ahead_s
         self.journeys.deflects = settings.deflects
+        self.journeys.set_prefix_aware(settings.prefix_aware)
         tiers = (settings.default_tier, *settings.tiers.values())
         priorities = {-tier.engine_priority for tier in tiers}
         self.journeys.decode_share.set_tiers(priorities, tpot_s=min(tier.slo.tpot_s for tier in tiers))
@@ -250,6 +251,7 @@ class Router:
             return
         instance.cache_salt = make_cache_salt()
         instance.incoming_transfers.clear()
+        self.journeys.forget_prefixes(instance.name)
         self.counters.cache_salt_rotations += 1
         log.warning("cache salt rotated after a late KV transfer", instance=instance.name)
 
@@ -257,6 +259,7 @@ class Router:
         """Count an ejection, take the instance out of dispatch, and reset what its pairs have measured."""
         instance.update_serving()
         self.pairs.invalidate(instance.name)
+        self.journeys.forget_prefixes(instance.name)
         self.counters.ejections[reason] += 1
         log.warning("instance ejected", instance=instance.name, reason=reason)
 

@@ -101,6 +101,8 @@ class ServiceSettings:
     request waits in the router."""
     deflects: bool = _DEFAULT_DISPATCH.deflect
     """Whether decode instances compute prompts in their spare time; see `policy.deflection`."""
+    prefix_aware: bool = False
+    """Whether dispatch counts what instances have in their prefix caches; see `policy.prefix_index`."""
     access_log: float = 0.0
     """Share of the requests that are logged."""
     admission: AdmissionMode = AdmissionMode.OFF
@@ -148,6 +150,7 @@ def resolve_settings(service: PDService, tiers: Iterable[QoSTier]) -> ServiceSet
         prefill_to_decode_cooldown_s=spec.autoscaling.flip.prefill_to_decode_cooldown,
         prefill_ahead_s=dispatch.prefill_ahead if dispatch.mode is DispatchMode.QUEUE else math.inf,
         deflects=dispatch.deflect,
+        prefix_aware=dispatch.prefix_aware,
         access_log=spec.router.access_log,
         admission=spec.router.admission,
         drain_timeout_s=spec.drain.timeout,

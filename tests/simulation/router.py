@@ -51,6 +51,7 @@ class RoutedInstance(LearningInstance):
         self.error_share = 0.0
         self.itl_s: float | None = None
         self.kv_capacity_tokens: int | None = None
+        self.kv_usage: float | None = None
         self.context_tokens: int | None = None
         self.batch_tokens = self.missed_probes = 0
         self.kv_lease_s = LEASE_S
@@ -350,11 +351,11 @@ class SimulatedRouter:
             instance.discard_prefill_samples()
 
     def learn_prefill(
-        self, leg: SimulatedLeg, instance: RoutedInstance, computed_for_s: float | None
+        self, leg: SimulatedLeg, instance: RoutedInstance, *, cached_tokens: int, computed_for_s: float | None
     ) -> None:
         """See `RoutingPort`."""
         instance.record_prefill(
-            tokens=leg.request.prompt_tokens, cached_tokens=0, computed_for_s=computed_for_s
+            tokens=leg.request.prompt_tokens, cached_tokens=cached_tokens, computed_for_s=computed_for_s
         )
 
     def _check_silence(self, leg: SimulatedLeg, process: EngineProcess) -> None:

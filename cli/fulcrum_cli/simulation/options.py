@@ -46,6 +46,7 @@ class SimulateArguments(TypedDict):
     model_error: float
     step_noise: float
     failures: float
+    prefix_caches: bool
     json: Path | None
     plot: Path | None
     record: Path | None
@@ -87,6 +88,7 @@ def parse_options(**arguments: Unpack[SimulateArguments]) -> SimulateOptions:
     compared = tuple(_parse_compared_policy(name.strip(), arguments["instances"]) for name in names)
     profile = load_profile(arguments["profile"])
     load, overlong = _parse_load(arguments, profile)
+    _check_prefix_caches(arguments, compared, load)
     find_rate = arguments["find_rate"]
     return SimulateOptions(
         run=RunOptions(
@@ -99,6 +101,7 @@ def parse_options(**arguments: Unpack[SimulateArguments]) -> SimulateOptions:
             ),
             seed=arguments["seed"],
             control=_parse_control(arguments),
+            prefix_caches=arguments["prefix_caches"],
         ),
         compared=compared,
         load=load,
@@ -130,6 +133,18 @@ def _parse_load(arguments: SimulateArguments, profile: EngineProfile) -> tuple[L
     if arguments["find_rate"] is not None and recorded[0].arrival_s == recorded[-1].arrival_s:
         raise InvalidInput("--trace", trace, "has one time of arrival: no rate can be found")
     return RecordedLoad(trace.name, recorded, arguments["scale"], arguments["speed"]), overlong
+
+
+def _check_prefix_caches(
+    arguments: SimulateArguments, compared: tuple[ComparedPolicy, ...], load: Load
+) -> None:
+    """Reject prefix caches without block ids, and policies that need prefix caches."""
+    if not arguments["prefix_caches"]:
+        for each in compared:
+            if each.policies[0].prefix_aware:
+                raise InvalidInput("--policy", each.name, "needs --prefix-caches")
+    elif not isinstance(load, RecordedLoad) or not any(r.prefix_hash_ids for r in load.requests):
+        raise InvalidInput("--prefix-caches", load.name, "needs a trace with block ids")
 
 
 def _check_numbers(arguments: SimulateArguments) -> None:

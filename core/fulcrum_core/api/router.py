@@ -55,6 +55,11 @@ class DispatchSpec(ApiModel):
         "it well in time and its decodes have time to spare before their TPOT objective. It helps most in "
         "mode Queue and where the mix of requests changes (default true).",
     )
+    prefix_aware: StrictBool = Field(
+        default=False,
+        description="Whether a prompt counts only with what an instance must compute of it. The rest is in "
+        "its prefix cache, because an earlier prompt that began alike was sent there (default false).",
+    )
 
 
 class RouterTlsSpec(ApiModel):

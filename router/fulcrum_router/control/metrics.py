@@ -26,6 +26,7 @@ from fulcrum_router.counters import ContinuationOutcome, Counters
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.policy import TransferPair, TransferPairs
 from fulcrum_router.policy.journey import LocalPrefillReason, StopReason
+from fulcrum_router.policy.prefix_index import PrefixIndex
 from fulcrum_router.router import Router
 
 _INSTANCE_GAUGES: tuple[tuple[str, str, Callable[[Instance], float]], ...] = (
@@ -126,6 +127,7 @@ class RouterCollector(Collector):
         yield from _build_leg_families(self._router.counters)
         yield from _build_counter_families(self._router.counters)
         yield from _build_plain_counters(self._router.counters)
+        yield from _build_prefix_counters(self._router.journeys.prefix_index)
         yield from _build_client_families(self._router.counters)
         yield from _build_instance_families(self._router.fleet.instances)
         yield from _build_drift_families(self._router.fleet.instances)
@@ -216,6 +218,24 @@ def _build_counter_families(counters: Counters) -> Iterator[Metric]:
         "reason",
         counters.ejections,
     )
+
+
+def _build_prefix_counters(index: PrefixIndex | None) -> Iterator[Metric]:
+    """Two counters, which a router without prefix-aware dispatch does not have."""
+    predicted = CounterMetricFamily(
+        "fulcrum_router_prefix_predicted_tokens",
+        "Prompt tokens that answered prefill legs were predicted to find in the prefix caches of their "
+        "engines. Only with dispatch.prefixAware.",
+    )
+    cached = CounterMetricFamily(
+        "fulcrum_router_prefix_cached_tokens",
+        "Prompt tokens that answered prefill legs found in the prefix caches, as the engines reported them. "
+        "Only with dispatch.prefixAware.",
+    )
+    if index is not None:
+        predicted.add_metric((), index.predicted_tokens)
+        cached.add_metric((), index.reported_tokens)
+    yield from (predicted, cached)
 
 
 def _build_plain_counters(counters: Counters) -> Iterator[Metric]:

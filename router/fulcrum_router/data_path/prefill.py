@@ -102,6 +102,7 @@ class PrefillLeg:
             lease_from_s=router.received_after_s,
             has_params=response.kv_transfer_params is not None,
             tokens=response.prompt_tokens,
+            cached_tokens=response.cached_tokens,
             problem=None if problem is None else _REASONS[problem],
         )
         instance.record_prefill(

@@ -23,10 +23,12 @@ from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.inline_task import Turns
 from fulcrum_router.http1.json_limits import UNCHECKED_BYTES, InvalidBody, parse_limited_object
 from fulcrum_router.http1.output_limits import find_output_limit
+from fulcrum_router.http1.prompt_prefix import build_prefix
 from fulcrum_router.policy import Work
 from fulcrum_router.policy.blame import SHED_STATUSES
 from fulcrum_router.policy.journey import Action, Journey
 from fulcrum_router.policy.latency_parts import RequestTimes
+from fulcrum_router.policy.prefix_index import NO_PREFIX
 from fulcrum_router.router import Router
 from fulcrum_router.settings import ServiceSettings
 
@@ -185,8 +187,12 @@ class ServedRequest:
         self.body = body
         self.adds_usage = is_stream_without_usage(body)
         slo, router = self.tier.slo, self.router
+        tokens = body.prompt_id_count + router.tokens_per_byte.predict_tokens(body.prompt_bytes)
+        prefix = NO_PREFIX
+        if router.journeys.prefix_index is not None:
+            prefix = build_prefix(body, tokens=tokens, chat=self.is_chat)
         work = Work(
-            body.prompt_id_count + router.tokens_per_byte.predict_tokens(body.prompt_bytes),
+            tokens,
             slo,
             deadline_s=self.arrival_s + slo.ttft_s,
             output_limit=find_output_limit(body.fields, chat=self.is_chat) or 0,
@@ -195,6 +201,7 @@ class ServedRequest:
             tenant=self.client.caller.tenant,
             choices=body.choices,
             prompts=body.prompts,
+            prefix=prefix,
         )
         self.journey = journey = Journey(
             router.journeys,

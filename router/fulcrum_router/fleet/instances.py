@@ -181,11 +181,14 @@ class Instance(LearningInstance):
         """Count changes of role, `serving` and identity there from now on."""
         self._changes = changes
 
-    def set_endpoint(self, host: str, port: int) -> None:
-        """Set the endpoint. A new address is a new engine process: reset connections and reported values."""
+    def set_endpoint(self, host: str, port: int) -> bool:
+        """Set the endpoint; return whether it is a new one.
+
+        A new address is a new engine process: reset connections and reported values.
+        """
         pool = self.connection_pool
         if pool is not None and (pool.host, pool.port) == (host, port):
-            return
+            return False
         self.clear_endpoint()
         self.connection_pool = ConnectionPool(host, port)
         self.health = Health()
@@ -198,6 +201,7 @@ class Instance(LearningInstance):
         self.tokens_computed, self.progress_at_s = None, 0.0
         self.wait_causes = WaitCauses()
         self.update_serving()
+        return True
 
     def set_identity(self, identity: EngineIdentity) -> None:
         """Set identity and lease; a block size that the engine reported overrides the declared one.

@@ -138,6 +138,8 @@ class StoreWatcher:
     def _reconcile_instances(self) -> None:
         fleet, own = self._router.fleet, self._list_own_instances()
         fleet.keep_only(own)
+        if self._router.journeys.prefix_index is not None:
+            self._router.journeys.prefix_index.keep_only(own)
         for name, observed in own.items():
             instance = fleet.get(name)
             if instance is None:
@@ -154,7 +156,8 @@ class StoreWatcher:
                 fleet.add(instance)
             if observed.status.endpoint is not None:
                 try:
-                    instance.set_endpoint(*parse_endpoint(observed.status.endpoint))
+                    if instance.set_endpoint(*parse_endpoint(observed.status.endpoint)):
+                        self._router.journeys.forget_prefixes(name)
                 except ValueError as error:
                     log.warning("endpoint ignored", instance=name, reason=str(error))
             if observed.status.identity is not None:

@@ -280,13 +280,13 @@ def _predict_prefill(
 
     Now: on the instance that dispatch would choose, by the steps of its engine.
     """
-    tokens, cached = work.prompt_tokens, work.cached_tokens
+    tokens = work.prompt_tokens
     soonest_s = least_s = least_remaining_s = math.inf
     total_s, chosen, chosen_delay_s = backlog_s, prefill[0], 0.0
     for instance in prefill:
         remaining_s = instance.ledger.remaining_s(now_s)
         delay = delays.get(instance.name)
-        own_s = instance.prefill_model.ttft_s(max(0, tokens - cached.get(instance.name, 0)))
+        own_s = instance.prefill_model.ttft_s(work.count_computed(instance.name))
         delay_s = 0.0 if delay is None else delay[0] + delay[1] * tokens
         own_s += delay_s
         total_s += remaining_s
@@ -295,7 +295,7 @@ def _predict_prefill(
         least_s, least_remaining_s = min(least_s, own_s), min(least_remaining_s, remaining_s)
     if backlog_s:
         return least_s + max(least_remaining_s, total_s / len(prefill)), least_s
-    computed = max(0, tokens - cached.get(chosen.name, 0))
+    computed = work.count_computed(chosen.name)
     return chosen.ledger.predict_answer_s(chosen.prefill_model, computed, now_s) + chosen_delay_s, least_s
 
 

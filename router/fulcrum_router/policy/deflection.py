@@ -94,11 +94,10 @@ def _predict_recovery_s(
     instance: InstanceView, work: Work, now_s: float, by_s: float, output_tokens: float
 ) -> float | None:
     """Predict T(n)/φ; None: the instance cannot spare the time, or has no room."""
-    ledger, tokens, tpot_s = instance.ledger, work.prompt_tokens, work.slo.tpot_s
+    ledger, tpot_s = instance.ledger, work.slo.tpot_s
     if ledger.caught_up_at_s > now_s + AHEAD_S:
         return None
-    cached = work.cached_tokens.get(instance.name, 0)
-    compute_s = MIXED_FACTOR * instance.prefill_model.ttft_s(max(0, tokens - cached))
+    compute_s = MIXED_FACTOR * instance.prefill_model.ttft_s(work.count_computed(instance.name))
     if not compute_s <= STALL_MAX * tpot_s:
         return None
     if not now_s + ledger.remaining_s(now_s) + compute_s <= by_s:

@@ -63,7 +63,7 @@ def predict_ttft(
     return PredictedTtft(
         now_s - work.arrival_s,
         prefill.ledger.remaining_s(now_s),
-        prefill.prefill_model.ttft_s(max(0, tokens - work.cached_tokens.get(prefill.name, 0))),
+        prefill.prefill_model.ttft_s(work.count_computed(prefill.name)),
         wait_s + lag_s,
         ledger.remaining_s(now_s) + decode.decode_model.itl_s(batch),
     )

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from fulcrum_core.values import Slo
+from fulcrum_router.policy.prefix_index import NO_PREFIX, PromptPrefix
 
 NOT_CACHED: Mapping[str, int] = MappingProxyType({})
 """No instance is known to hold a part of the prompt in its prefix cache."""
@@ -36,6 +37,8 @@ class Work(NamedTuple):
     """Texts that the engine generates, over all prompts: `n` for each of them."""
     prompts: int = 1
     """Number of prompts. Each has `choices / prompts` choices."""
+    prefix: PromptPrefix = NO_PREFIX
+    """The beginning of the prompt, to find it in prefix caches."""
 
     @property
     def arrival_s(self) -> float:
@@ -47,6 +50,15 @@ class Work(NamedTuple):
         """Prompt tokens that decode reads in each step: a prompt with n choices counts n times, though its KV
         is stored once."""
         return self.prompt_tokens * self.choices // self.prompts
+
+    def count_computed(self, instance: str) -> int:
+        """Return the prompt tokens that this instance computes: those that it has not cached."""
+        return max(0, self.prompt_tokens - self.cached_tokens.get(instance, 0))
+
+    @property
+    def least_computed(self) -> int:
+        """Prompt tokens that the instance computes that has most of them cached."""
+        return max(0, self.prompt_tokens - max(self.cached_tokens.values(), default=0))
 
     def with_prompt_tokens(self, prompt_tokens: int) -> "Work":
         """The same work with a counted prompt."""

@@ -57,7 +57,7 @@ class Policy:
     `dispatch` says where requests wait for prefill, `deflects` lets decode instances compute prompts in their
     spare time; both are those of a PDService that names neither. `admission` and `tier_admission` (of all
     tiers) say what is done about requests that would be late. `resplit_s` is the interval of the clairvoyant
-    split.
+    split. With `prefix_aware`, dispatch counts only what an instance has not cached of a prompt.
     """
 
     name: PolicyName
@@ -70,11 +70,13 @@ class Policy:
     tier_admission: TierAdmission = DEFAULT_TIER_ADMISSION
     resplit_s: float = RESPLIT_S
     deflects: bool = _DEFAULT.deflect
+    prefix_aware: bool = False
 
     def __str__(self) -> str:
         direct = _DIRECT if self.dispatch is DispatchMode.DIRECT else ""
         no_deflect = "" if self.deflects else _NO_DEFLECT
-        return self._name_policy() + direct + no_deflect + self._name_admission()
+        prefix = _PREFIX if self.prefix_aware else ""
+        return self._name_policy() + direct + no_deflect + prefix + self._name_admission()
 
     def _name_admission(self) -> str:
         tier = self.tier_admission
@@ -94,7 +96,7 @@ class Policy:
         return f"{self.name}:{self.prefill}P{self.decode}D"
 
 
-_DIRECT, _NO_DEFLECT, _ENFORCE = "+direct", "+nodeflect", "+enforce"
+_DIRECT, _NO_DEFLECT, _PREFIX, _ENFORCE = "+direct", "+nodeflect", "+prefix", "+enforce"
 _DEGRADE = re.compile(r"(.+)\+degrade:([1-9]\d{0,6})")
 _SPLIT = re.compile(r"(arrow|balanced|static):(\d+)p(\d+)d")
 _BUDGET = re.compile(r"colocated(?::(\d+))?")
@@ -105,9 +107,10 @@ def parse_policy(text: str, *, instances: int) -> Policy:
     """Return the policy of this name; the error message lists all names.
 
     Without a split, flips start from an even one. With "+direct" behind it, requests wait in the engines and
-    not in the router; with "+nodeflect", decode instances compute no prompts; with "+enforce", requests that
-    would miss their objectives are refused; with "+degrade:TOKENS", answers are limited before that, while
-    decode is nearly full.
+    not in the router; with "+nodeflect", decode instances compute no prompts; with "+prefix", dispatch
+    counts only what an instance has not cached of a prompt; with "+enforce", requests that would miss their
+    objectives are refused; with "+degrade:TOKENS", answers are limited before that, while decode is nearly
+    full.
 
     Raises:
         InvalidInput: for another text, or a split that does not have `instances` instances or lacks a role.
@@ -120,6 +123,8 @@ def parse_policy(text: str, *, instances: int) -> Policy:
         tier = TierAdmission(action=OverloadAction.DEGRADE, max_output_tokens=int(found[2]))
         policy = parse_policy(found[1], instances=instances)
         return replace(policy, admission=AdmissionMode.ENFORCE, tier_admission=tier)
+    if name.endswith(_PREFIX):
+        return replace(parse_policy(name.removesuffix(_PREFIX), instances=instances), prefix_aware=True)
     if name.endswith(_NO_DEFLECT):
         return replace(parse_policy(name.removesuffix(_NO_DEFLECT), instances=instances), deflects=False)
     if name.endswith(_DIRECT):
@@ -199,6 +204,7 @@ class RunOptions:
         drain_s: Longest time after the last arrival; what runs then is unfinished.
         service: Settings of the simulated service, such as its thresholds; None: the default ones. Only the
             policy and the objectives come from the other attributes.
+        prefix_caches: Whether engines keep computed prompts for those that begin alike.
         unsheddable_tiers: Tiers whose requests admission never refuses.
         lookahead_steps: Most engine steps skipped together; 1 executes each, with the same result.
     """
@@ -214,5 +220,6 @@ class RunOptions:
     unscored_share: float = 0.1
     drain_s: float = 600.0
     service: PDServiceSpec | None = None
+    prefix_caches: bool = False
     unsheddable_tiers: frozenset[str] = frozenset()
     lookahead_steps: int = LOOKAHEAD_STEPS

@@ -9,6 +9,7 @@ class RequestResult:
     """One request of the workload; the router fills in the rest."""
 
     __slots__ = (
+        "cached_tokens",
         "decode",
         "first_token_s",
         "last_token_s",
@@ -32,6 +33,8 @@ class RequestResult:
         """Seconds after which a refused request may be sent again."""
         self.prefill = self.decode = ""
         """Names of the instances that served the two legs last."""
+        self.cached_tokens = 0
+        """Prompt tokens that its prefill instance had in its prefix cache."""
         self.prefill_sent_s = 0.0
         self.prefill_queue_s = 0.0
         """Time that the prompt waited in the engine."""

@@ -21,6 +21,7 @@ from fulcrum_router.policy.admission import TierAdmission
 from fulcrum_router.policy.failures import Failure
 from fulcrum_router.policy.intervals import CANARY_IDLE_S, PROBE_INTERVAL_S
 from fulcrum_router.policy.journey import JourneyContext
+from fulcrum_router.policy.prefix_index import NO_PREFIX
 from fulcrum_router.policy.tier_reserve import Reserve
 from fulcrum_simulator.engine import (
     EngineRequest,
@@ -31,6 +32,7 @@ from fulcrum_simulator.engine import (
     OutputToken,
 )
 from fulcrum_simulator.fleet.event_queue import EventQueue
+from fulcrum_simulator.fleet.prompt_blocks import PromptBlocks
 from fulcrum_simulator.fleet.records import RequestResult
 from fulcrum_simulator.fleet.routed_instance import RoutedFleet, RoutedInstance
 from fulcrum_simulator.fleet.timeline import Sample, take_sample
@@ -59,6 +61,8 @@ class SimulatedRouter:
 
     `flips` is None if dispatch proposes none. Requests wait in the router while every prefill instance has
     work for `prefill_ahead_s`; infinite: they wait in the engines. `deflects`: see `policy.deflection`.
+    `blocks`: those of the prompts, which engines then keep in their prefix caches; with `prefix_aware`,
+    dispatch asks where they are.
     """
 
     def __init__(
@@ -71,6 +75,8 @@ class SimulatedRouter:
         flips: FlipSettings | None,
         prefill_ahead_s: float = math.inf,
         deflects: bool = False,
+        blocks: PromptBlocks | None = None,
+        prefix_aware: bool = False,
         priorities: Collection[int] = (),
         reserved: Mapping[str, Reserve] = MappingProxyType({}),
         weights: Mapping[str, float] = MappingProxyType({}),
@@ -90,6 +96,8 @@ class SimulatedRouter:
         self._computed: dict[str, KvImportRequest] = {}
         self._context = JourneyContext(self.fleet, TransferPairs())
         self._context.waiting_room.prefill_ahead_s, self._context.deflects = prefill_ahead_s, deflects
+        self._blocks = blocks
+        self._context.set_prefix_aware(prefix_aware)
         self._context.decode_share.set_tiers(priorities, tpot_s=slo.tpot_s)
         self._context.tier_reserve.set_reserves(reserved)
         self._context.waiting_room.set_weights(weights)
@@ -134,6 +142,7 @@ class SimulatedRouter:
         """Take an instance whose engine failed out of service, or one that started again back."""
         view.serving = serving
         self._context.pairs.invalidate(view.name)
+        self._context.forget_prefixes(view.name)
         self.fleet.refresh()
         self.advance()
         self._journeys.fleet_changed()
@@ -200,12 +209,14 @@ class SimulatedRouter:
 
     def serve(self, record: RequestResult, number: int, on_end: Callable[[], None]) -> None:
         """Serve a request that arrives now; the result is in its record when `on_end` is called."""
-        workload = record.request
+        workload, blocks = record.request, self._blocks
         request = SimulatedRequest(
             str(number),
             workload.input_tokens,
             workload.output_tokens,
             b"%d" % number,
+            block_hashes=() if blocks is None else blocks.build_hashes(workload),
+            prefix=NO_PREFIX if blocks is None else blocks.build_prefix(workload),
             tier=workload.tier,
             priority=workload.priority,
             tenant=workload.tenant or "",
@@ -268,8 +279,8 @@ class SimulatedRouter:
     def _reuse_kv(self, request: EngineRequest, instance: RoutedInstance) -> EngineRequest:
         """Have an instance that computed the prompt fetch the KV from itself.
 
-        The real engine finds the KV in its prefix cache. Simulated prompts have no hashes, which would take
-        longer than the rest of the simulation.
+        The real engine finds the KV in its prefix cache. Without prefix caches, simulated prompts have no
+        hashes: they would take longer than the rest of the simulation.
         """
         computed = self._computed.pop(request.id.partition("-")[0], None)
         if not isinstance(request.kv_transfer, NoKvTransfer) or computed is None:
@@ -308,11 +319,14 @@ class SimulatedRouter:
             self._record_transfer(source, instance.name)
 
     def learn_prefill(
-        self, leg: SimulatedLeg, instance: RoutedInstance, computed_for_s: float | None
+        self, leg: SimulatedLeg, instance: RoutedInstance, *, cached_tokens: int, computed_for_s: float | None
     ) -> None:
         """See `RoutingPort`."""
+        record = self.find_record(leg)
+        if record is not None:
+            record.cached_tokens = cached_tokens
         instance.record_prefill(
-            tokens=leg.request.prompt_tokens, cached_tokens=0, computed_for_s=computed_for_s
+            tokens=leg.request.prompt_tokens, cached_tokens=cached_tokens, computed_for_s=computed_for_s
         )
 
     def _record_transfer(self, source: str, reader: str) -> None:

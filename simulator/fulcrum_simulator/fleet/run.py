@@ -29,6 +29,7 @@ from fulcrum_simulator.fleet.planners import (
     NarwhalLikePlanner,
     SplitPlanner,
 )
+from fulcrum_simulator.fleet.prompt_blocks import PromptBlocks
 from fulcrum_simulator.fleet.records import RequestResult
 from fulcrum_simulator.fleet.routed_instance import RoutedInstance
 from fulcrum_simulator.fleet.router import FlipSettings, SimulatedRouter
@@ -177,6 +178,10 @@ class _Simulation:
             if options.policy.dispatch is DispatchMode.QUEUE
             else math.inf,
             deflects=options.policy.deflects,
+            blocks=PromptBlocks(self._workload, engine_block_tokens=options.profile.block_size)
+            if options.prefix_caches
+            else None,
+            prefix_aware=options.policy.prefix_aware,
             priorities={request.priority for request in self._workload},
             reserved=options.reserved,
             weights=options.weights,

@@ -15,6 +15,7 @@ from fulcrum_router.policy.dispatch import FlipProposal
 from fulcrum_router.policy.failures import Failure
 from fulcrum_router.policy.intervals import SWEEP_INTERVAL_S
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext, JourneyInstance
+from fulcrum_router.policy.prefix_index import NO_PREFIX, PromptPrefix
 from fulcrum_router.policy.work import Work
 from fulcrum_simulator.engine import (
     EngineRequest,
@@ -53,6 +54,7 @@ class SimulatedRequest:
     tier: str = ""
     priority: int = 0
     tenant: str = ""
+    prefix: PromptPrefix = NO_PREFIX
 
 
 V = TypeVar("V", bound=JourneyInstance)
@@ -83,7 +85,9 @@ class RoutingPort(Protocol[V_contra]):
     def record_leg(self, leg: "SimulatedLeg", instance: V_contra, failure: Failure | None) -> None:
         """A leg ended with a response (None) or a failure: health and transfer pairs learn from it."""
 
-    def learn_prefill(self, leg: "SimulatedLeg", instance: V_contra, computed_for_s: float | None) -> None:
+    def learn_prefill(
+        self, leg: "SimulatedLeg", instance: V_contra, *, cached_tokens: int, computed_for_s: float | None
+    ) -> None:
         """A prefill leg was answered: predictors learn from it as from `LearningInstance.record_prefill`."""
 
 
@@ -229,6 +233,7 @@ class _Run:
             tier=request.tier,
             priority=request.priority,
             tenant=request.tenant,
+            prefix=request.prefix,
         )
         self.journey: Journey[JourneyInstance] = Journey(routing.context, work)
         self.journey.on_moved = self.act
@@ -350,8 +355,15 @@ class _Run:
         self._record(leg, None)
         self._transfer = port.build_import(instance, end.export)
         now_s = port.now_s()
-        action = self.journey.prefill_responded(now_s, lease_from_s=now_s, has_params=True)
-        port.learn_prefill(leg, instance, self.journey.prefill_computed_for_s)
+        action = self.journey.prefill_responded(
+            now_s, lease_from_s=now_s, has_params=True, cached_tokens=end.cached_tokens
+        )
+        port.learn_prefill(
+            leg,
+            instance,
+            cached_tokens=end.cached_tokens,
+            computed_for_s=self.journey.prefill_computed_for_s,
+        )
         self.act(action)
 
     def on_failure(self, leg: SimulatedLeg, failure: Failure) -> None:

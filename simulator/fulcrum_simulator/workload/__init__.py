@@ -18,7 +18,7 @@ from fulcrum_simulator.workload.generated import (
     generate_moving,
     generate_steady,
 )
-from fulcrum_simulator.workload.prefix_hits import leave_out_prefix_hits
+from fulcrum_simulator.workload.prefix_hits import find_block_tokens, leave_out_prefix_hits
 from fulcrum_simulator.workload.requests import LengthLimit, OverlongRequests, WorkloadRequest
 from fulcrum_simulator.workload.traces import Trace, load_trace
 from fulcrum_simulator.workload.transforms import (
@@ -46,6 +46,7 @@ __all__ = [
     "WorkloadPhase",
     "WorkloadRequest",
     "alternate_workloads",
+    "find_block_tokens",
     "generate_bursty",
     "generate_moving",
     "generate_steady",

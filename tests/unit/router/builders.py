@@ -36,6 +36,7 @@ class FakeInstance:
     kv_capacity_tokens: int | None = None
     context_tokens: int | None = None
     kv_lease_s: float = KV_LEASE_S
+    kv_usage: float | None = None
 
 
 class FakeFleet:

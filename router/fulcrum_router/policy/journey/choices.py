@@ -74,7 +74,7 @@ class JourneyChoices(EligibleInstances[V]):
                 if full and len(full) == len(eligible):
                     return self._wait_for_prefill(now_s, rules, exclude, eligible)
                 if eligible and self._must_join_the_held(now_s):
-                    return self._join_room(now_s, eligible[0].prefill_model.ttft_s(self.work.prompt_tokens))
+                    return self._join_room(now_s, eligible[0].prefill_model.ttft_s(self.work.least_computed))
                 exclude += full
             decision = self._choose_prefill(now_s, rules, exclude)
             if context.deflects:
@@ -144,7 +144,8 @@ class JourneyChoices(EligibleInstances[V]):
             self.cached_on = self._find_cached(instance)
         self.dispatch_reason = decision.reason
         self._charge_tenant()
-        ledger, tokens = instance.ledger, self.work.prompt_tokens
+        self._record_prefix(instance)
+        ledger, tokens = instance.ledger, self.work.count_computed(instance.name)
         compute_s = instance.prefill_model.ttft_s(tokens)
         self._prefill_entry = ledger.add_prefill(tokens=tokens, predicted_s=compute_s, now_s=now_s)
         self.prefill_instance, self.prefill_open, self.state = instance, True, _PREFILL
@@ -272,7 +273,7 @@ class JourneyChoices(EligibleInstances[V]):
         Unless a flip would be of no use: the request waits for decode, or is hopeless.
         """
         context, room, work = self._context, self._context.waiting_room, self.work
-        own_s = eligible[0].prefill_model.ttft_s(work.prompt_tokens)
+        own_s = eligible[0].prefill_model.ttft_s(work.least_computed)
         is_useful = not room.is_held(work.priority) and not context.is_hopeless(
             work, own_s=own_s, eligible=len(eligible)
         )
@@ -294,7 +295,7 @@ class JourneyChoices(EligibleInstances[V]):
         """Wait; `prefill_s` is the work of prefill instances that the request brings."""
         if not self._is_judged and self._is_refused(now_s):
             return self._end(now_s, Action.FAIL)
-        context, tokens = self._context, self.work.prompt_tokens
+        context, tokens = self._context, self.work.least_computed
         candidates = context.fleet.candidates
         work_s = (candidates.prefill or candidates.decode)[0].prefill_model.ttft_s(tokens)
         if not context.waiting_room.join(
@@ -360,6 +361,7 @@ class JourneyChoices(EligibleInstances[V]):
     def try_to_leave(self, now_s: float, *, late: bool, held_for_long: bool) -> LeaveResult:
         """See `waiting_room.Waiter`."""
         context = self._context
+        self._find_hits()
         exclude = self._failed_prefill + context.pairs.broken_prefill_instances
         eligible, full = self._list_eligible(now_s, exclude)
         if full and len(full) == len(eligible):

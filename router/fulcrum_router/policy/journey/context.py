@@ -35,6 +35,7 @@ from fulcrum_router.policy.engine_deaths import EngineDeaths
 from fulcrum_router.policy.journey.protocols import PROTOCOLS, TransferProtocol
 from fulcrum_router.policy.ledger import Ledger
 from fulcrum_router.policy.pairs import TransferPairs
+from fulcrum_router.policy.prefix_index import PrefixIndex
 from fulcrum_router.policy.prompt_limit import ASSUMED_CONTEXT_TOKENS
 from fulcrum_router.policy.rate_limits import RateLimits
 from fulcrum_router.policy.retry_budget import RetryBudget
@@ -62,6 +63,10 @@ class JourneyInstance(InstanceView, Protocol):
     @property
     def ledger(self) -> Ledger:
         """Work that this router has in flight on the instance."""
+
+    @property
+    def kv_usage(self) -> float | None:
+        """Used fraction of the engine's KV cache; None: not reported."""
 
     @property
     def kv_lease_s(self) -> float:
@@ -116,6 +121,7 @@ class JourneyContext(Generic[V]):
         "flip_rules",
         "flip_waits",
         "pairs",
+        "prefix_index",
         "protocols",
         "rate_limits",
         "retry_budget",
@@ -143,11 +149,25 @@ class JourneyContext(Generic[V]):
         self.decode_share = DecodeShare()
         self.deflects = False
         """Whether decode instances compute prompts in their spare time; see `deflection`."""
+        self.prefix_index: PrefixIndex | None = None
+        """What the instances have in their prefix caches; None: dispatch does not ask."""
         self.tier_reserve = TierReserve()
         self.shed_until_s: dict[str, float] = {}
         """Time until which an instance that has shed a request gets none of those that wait. An engine that
         sheds has no work, so that it would be the least loaded one.
         """
+
+    def set_prefix_aware(self, prefix_aware: bool) -> None:  # the only argument
+        """Begin or end to count what instances have in their prefix caches."""
+        if not prefix_aware:
+            self.prefix_index = None
+        elif self.prefix_index is None:
+            self.prefix_index = PrefixIndex()
+
+    def forget_prefixes(self, name: str) -> None:
+        """The engine of this instance has lost its prefix cache, or must not use it any more."""
+        if self.prefix_index is not None:
+            self.prefix_index.forget(name)
 
     def record_admitted(self, work: Work, now_s: float) -> None:
         """Count a request that is served in the demand, for the retry budget and for the reserve of its tier.
@@ -171,7 +191,7 @@ class JourneyContext(Generic[V]):
         eligible = candidates.prefill or candidates.decode
         tokens, prefill_s = work.prompt_tokens, 0.0
         for instance in eligible:
-            prefill_s += instance.prefill_model.ttft_s(tokens) / len(eligible)
+            prefill_s += instance.prefill_model.ttft_s(work.least_computed) / len(eligible)
         if prefill_s > work.slo.ttft_s:
             tokens, prefill_s = int(tokens * work.slo.ttft_s / prefill_s), work.slo.ttft_s
         if self.is_hopeless(work, own_s=prefill_s, eligible=len(eligible)):

@@ -13,7 +13,7 @@ from fulcrum_router.policy.journey.record import JourneyRecord
 from fulcrum_router.policy.journey.states import State
 
 # An attribute of an enum is slow to read.
-_ARRIVED, _BEFORE_THE_ROOM = State.ARRIVED, (State.ARRIVED, State.FLIP_REQUESTED)
+_ARRIVED, _WAITING, _BEFORE_THE_ROOM = State.ARRIVED, State.WAITING, (State.ARRIVED, State.FLIP_REQUESTED)
 
 
 class EligibleInstances(JourneyRecord[V]):
@@ -41,7 +41,25 @@ class EligibleInstances(JourneyRecord[V]):
             if (i.ledger.prefill_queued_s >= ahead_s and i.ledger.remaining_s(now_s) >= ahead_s)
             or shed_until_s.get(i.name, now_s) > now_s
         ]
+        if full and self.work.cached_tokens:
+            full = [name for name in full if not self._saves_the_wait(name, now_s)]
         return eligible, tuple(full)
+
+    def _saves_the_wait(self, name: str, now_s: float) -> bool:
+        """Whether the prefix cache of an instance saves more time than its work above the limit takes.
+
+        Only at the turn of the request: it must not pass others that wait.
+        """
+        context, work = self._context, self.work
+        cached = work.cached_tokens.get(name)
+        if not cached or (context.waiting_room.members and self.state is not _WAITING):
+            return False
+        if context.shed_until_s.get(name, now_s) > now_s:
+            return False
+        instance = context.fleet[name]
+        model, excess_s = instance.prefill_model, -context.waiting_room.prefill_ahead_s
+        excess_s += instance.ledger.remaining_s(now_s)
+        return excess_s < model.ttft_s(work.prompt_tokens) - model.ttft_s(work.count_computed(name))
 
     def _list_kept(self, now_s: float, eligible: list[V], full: tuple[str, ...]) -> tuple[str, ...]:
         """The names of the other eligible instances that are kept for prompts of other tiers."""
@@ -87,8 +105,11 @@ class EligibleInstances(JourneyRecord[V]):
 
     def _find_deflection_of_waiting(self, now_s: float, eligible: list[V]) -> Deflection | None:
         """The same for a request that waits, for which no prefill instance has been chosen."""
-        tokens = self.work.prompt_tokens
-        ends_s = min(i.ledger.remaining_s(now_s) + i.prefill_model.ttft_s(tokens) for i in eligible)
+        work = self.work
+        ends_s = min(
+            i.ledger.remaining_s(now_s) + i.prefill_model.ttft_s(work.count_computed(i.name))
+            for i in eligible
+        )
         return None if self._no_prefill_leg is not None else self._deflect_at_risk(now_s, ends_s)
 
     def _deflect_at_risk(self, now_s: float, prefill_s: float) -> Deflection | None:

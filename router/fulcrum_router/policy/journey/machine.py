@@ -86,6 +86,7 @@ class Journey(JourneyChoices[V]):
         if self.work.prompt_tokens > SHORT_PROMPT_TOKENS:
             candidates = context.fleet.candidates
             self.work = cap_prompt(self.work, chain(candidates.decode, candidates.other_role))
+        self._find_hits()
         if self.work.tier in context.rate_limits.by_tier and self._is_over_limit(now_s):
             return self._end(now_s, Action.FAIL)
         if self._is_judged:
@@ -101,6 +102,7 @@ class Journey(JourneyChoices[V]):
         lease_from_s: float,
         has_params: bool,
         tokens: int | None = None,
+        cached_tokens: int = 0,
         problem: LocalPrefillReason | None = None,
     ) -> Action:
         """The prefill leg got its response.
@@ -110,6 +112,7 @@ class Journey(JourneyChoices[V]):
             lease_from_s: Earliest time at which the lease on the KV may have begun.
             has_params: Whether the response has usable KV transfer parameters.
             tokens: Length of the prompt as the engine counted it; None: not reported.
+            cached_tokens: Those of them that the engine had in its prefix cache.
             problem: Why the KV of this response cannot be used, if it would be so on any prefill instance.
         """
         self._close_prefill(now_s)
@@ -117,6 +120,10 @@ class Journey(JourneyChoices[V]):
             return _END if self.state is _DONE else _WAIT
         instance, protocol = self.prefill_instance, self.protocol
         assert instance is not None
+        if self._context.prefix_index is not None:
+            self._context.prefix_index.report(
+                instance.name, self._hits, self.work.prefix, cached_tokens=cached_tokens
+            )
         if tokens is not None:
             self.work = self.work.with_prompt_tokens(tokens)
             if self._account is not None and not self.continues:

@@ -20,6 +20,7 @@ from fulcrum_router.policy.kv_lease import max_usable_age_s
 from fulcrum_router.policy.ledger import DecodeEntry, PendingTransferEntry, PrefillEntry, Reservation
 from fulcrum_router.policy.pair_record import PairKey, TransferOutcome
 from fulcrum_router.policy.prediction import PredictedTtft
+from fulcrum_router.policy.prefix_index import NO_HITS, Hits
 from fulcrum_router.policy.prompt_limit import ASSUMED_CONTEXT_TOKENS
 from fulcrum_router.policy.token_account import TokenAccount
 from fulcrum_router.policy.waiting_room import Charge
@@ -46,6 +47,7 @@ class JourneyRecord(Generic[V]):
         "_failed_prefill",
         "_forecast_s",
         "_give_up_at_s",
+        "_hits",
         "_is_judged",
         "_is_limited",
         "_last_action",
@@ -94,6 +96,8 @@ class JourneyRecord(Generic[V]):
     """Output tokens that admission allows; None: as many as the client asked for."""
     _give_up_at_s: float
     """When the request is refused if it still waits in the room."""
+    _hits: Hits
+    """What instances are predicted to have of the prompt in their prefix caches."""
     _account: TokenAccount | None
     """Tokens that were taken from the tenant; None: nobody counts them."""
     _is_limited: bool
@@ -168,7 +172,28 @@ class JourneyRecord(Generic[V]):
         self._decode_attempts = self._suspicions = 0
         self._lease_from_s = self._asked_at_s = self._forecast_s = self._recovery_s = 0.0
         self._last_action: Action | None = None
-        self.must_recompute, self._reserved_on, self._is_limited = False, None, False
+        self._hits, self.must_recompute, self._reserved_on, self._is_limited = NO_HITS, False, None, False
+
+    def _find_hits(self) -> None:
+        """Look up what instances have of the prompt in their prefix caches."""
+        index, prefix = self._context.prefix_index, self.work.prefix
+        if index is not None and prefix.hashes and not self.must_recompute:
+            self._hits = hits = index.find_hits(prefix)
+            if hits.tokens or self.work.cached_tokens:
+                self.work = self.work._replace(cached_tokens=hits.tokens)
+
+    def _record_prefix(self, instance: V) -> None:
+        """The prompt is sent to an instance that computes it, and keeps it in its prefix cache."""
+        index, work = self._context.prefix_index, self.work
+        if index is not None:
+            room = instance.kv_capacity_tokens or math.inf
+            index.record(
+                work.prefix,
+                instance.name,
+                new_tokens=work.count_computed(instance.name),
+                room_tokens=room * (1.0 - (instance.kv_usage or 0.0)),
+                places=self._hits.places,
+            )
 
     @property
     def expected_transfer_s(self) -> float:

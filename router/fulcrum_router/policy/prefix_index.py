@@ -1,0 +1,292 @@
+"""Which instance has which beginnings of prompts in its prefix cache, by what was sent where.
+
+A prompt is divided into blocks, and each block's hash includes all before it (`PromptPrefix`). The index
+keeps no text, only hashes. Their places form sets of eight, as in the cache of a processor: four for blocks
+that were seen once and four for blocks that were used again. A new block takes the least recently used of its
+four places. A client that sends prompts that nobody repeats can therefore push out only blocks of the first
+kind.
+
+An engine evicts what it used least recently, too. So that the index needs no eviction events, each instance
+has a horizon: what was last used before it, counts as evicted. The horizon moves
+
+    to the present      if the engine was restarted, its cache salt was rotated, or the instance was removed
+    with new KV         as soon as the engine has written as much since then as it has room for
+    to a missing block  if the engine reports fewer cached tokens than were predicted
+
+An instance that has never reported a cached token has no hits: its engine may not report any, or has no
+prefix cache, and hits that nothing confirms would only bend the load.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+DEFAULT_BLOCKS = 1 << 18
+"""Blocks of the index: 6 MiB with up to 64 instances, and as much as about 200 instances cache."""
+_WAYS = 8
+"""Blocks of one set: the first half is for those that were seen once."""
+_NEW_WAYS = _WAYS // 2
+_MARKS = 64
+"""Points in time that are remembered of an instance, to find what it has evicted."""
+_REMEMBERED_MASKS = 1024
+"""Sets of instances whose names are remembered."""
+_TOLERANCE_TOKENS = 128
+"""Cached tokens that a report may lack: templates add tokens, and blocks of engines have other ends."""
+_TOLERANCE_SHARE = 0.1
+"""Share of the predicted tokens that it may lack: tokens are estimated by bytes."""
+
+
+class PromptPrefix(NamedTuple):
+    """The beginning of a prompt in blocks."""
+
+    hashes: Sequence[int] = ()
+    """One hash below 2**64 for each block; it includes the blocks before."""
+    ends: Sequence[int] = ()
+    """Where the blocks end, in any unit, ascending; may be longer than `hashes`."""
+    tokens_per_unit: float = 1.0
+
+    def count_tokens(self, blocks: int) -> int:
+        """Return the tokens of the first `blocks` blocks."""
+        return int(self.ends[blocks - 1] * self.tokens_per_unit) if blocks else 0
+
+
+NO_PREFIX = PromptPrefix()
+"""The prompt is not in the index: it is short, or has no bytes to compare."""
+
+
+class Hits(NamedTuple):
+    """What the instances are predicted to have of one prompt."""
+
+    tokens: Mapping[str, int]
+    """Tokens by instance; instances without any are left out."""
+    used: Sequence[int]
+    """When each of the found blocks was last used."""
+    places: Sequence[int]
+    """Where the index has them."""
+
+
+NO_HITS = Hits({}, (), ())
+"""No instance is known to have a part of the prompt."""
+
+
+class _Holder:
+    """One instance in the index."""
+
+    __slots__ = ("horizon", "marks", "name", "reports", "slot", "written")
+
+    def __init__(self, name: str, slot: int, now: int) -> None:
+        self.name, self.slot = name, slot
+        self.reports = False
+        """Whether the engine has ever reported a cached token."""
+        self.forget(now)
+
+    def forget(self, now: int) -> None:
+        self.horizon = now
+        """What was last used before it is not there any more."""
+        self.written = 0.0
+        """Tokens whose KV the engine has written."""
+        self.marks: deque[tuple[int, float]] = deque()
+        """Times, and the tokens written until then."""
+
+    def write(self, tokens: float, room_tokens: float, now: int) -> int:
+        """Count new KV: what is older than the last `room_tokens` of it is evicted. Returns the horizon."""
+        marks, written = self.marks, self.written + tokens
+        self.written = written
+        if not marks or written - marks[-1][1] >= room_tokens / _MARKS:
+            marks.append((now, written))
+        while len(marks) > 1 and written - marks[0][1] > room_tokens:
+            self.horizon = max(self.horizon, marks.popleft()[0])
+        return self.horizon
+
+
+class PrefixIndex:
+    """The prefix caches of all instances, as far as they follow from what was sent.
+
+    `blocks` are a power of 2.
+    """
+
+    def __init__(self, blocks: int = DEFAULT_BLOCKS) -> None:
+        self._last_set = blocks // _WAYS - 1
+        self._keys = array("q", bytes(8 * blocks))
+        self._used = array("Q", bytes(8 * blocks))
+        self._masks = [array("Q", bytes(8 * blocks))]
+        """For each block a bit for each instance that has it, 64 instances in an array."""
+        self._now = 1
+        """Prompts that were recorded; times are counted in them."""
+        self._holders: dict[str, _Holder] = {}
+        self._by_slot: list[_Holder | None] = []
+        self._names: dict[int, tuple[str, ...]] = {}
+        """Names of the instances in a mask that report cached tokens."""
+        self._last_horizon = 0
+        """The latest horizon of all instances."""
+        self.predicted_tokens = self.reported_tokens = 0
+        """Cached tokens of all answered prefill legs, as predicted and as their engines reported them."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of the blocks, in bytes."""
+        return 8 * len(self._keys) * (2 + len(self._masks))
+
+    def find_hits(self, prefix: PromptPrefix) -> Hits:
+        """Return the tokens of a prompt that each instance is predicted to have in its cache."""
+        find, last_set, places = self._keys.index, self._last_set, list[int]()
+        try:
+            for key in prefix.hashes:
+                start = (key & last_set) * _WAYS
+                places.append(find(key, start, start + _WAYS))
+        except ValueError:  # a block that nobody has
+            pass
+        if not places:
+            return NO_HITS
+        uses, tokens = self._used, dict[str, int]()
+        words = self._masks
+        if len(words) == 1:
+            first = words[0]
+            masks = [first[at] for at in places]
+        else:
+            masks = list(map(self._read_mask, places))
+        left = masks[0]
+        if masks.count(left) == len(masks):  # the usual case: the same instances have all blocks
+            self._add_tokens(tokens, prefix, left, places)
+        else:
+            for depth, mask in enumerate(masks):
+                if left & ~mask:
+                    self._add_tokens(tokens, prefix, left & ~mask, places[:depth])
+                    left &= mask
+            self._add_tokens(tokens, prefix, left, places)
+        return Hits(tokens, [uses[at] for at in places], places)
+
+    def _add_tokens(
+        self, tokens: dict[str, int], prefix: PromptPrefix, mask: int, places: Sequence[int]
+    ) -> None:
+        """Add the instances in `mask`, which have the blocks at these places."""
+        names = self._names.get(mask)
+        if names is None:
+            names = self._list_names(mask)
+        if self._used[places[-1]] >= self._last_horizon:
+            tokens.update(dict.fromkeys(names, prefix.count_tokens(len(places))))
+        else:
+            self._add_present(tokens, prefix, names, places)
+
+    def _read_mask(self, at: int) -> int:
+        return sum(word[at] << 64 * number for number, word in enumerate(self._masks))
+
+    def _list_names(self, mask: int) -> tuple[str, ...]:
+        """Return the names of the instances in a mask that report cached tokens, and remember them."""
+        if len(self._names) >= _REMEMBERED_MASKS:
+            self._names.clear()
+        present = (h for h in self._by_slot if h is not None and h.reports and mask >> h.slot & 1)
+        self._names[mask] = names = tuple(holder.name for holder in present)
+        return names
+
+    def _add_present(
+        self, tokens: dict[str, int], prefix: PromptPrefix, names: Sequence[str], places: Sequence[int]
+    ) -> None:
+        """Add the blocks that were used after the horizon of their instance; the first ones are newest."""
+        used = [self._used[at] for at in places]
+        for name in names:
+            horizon = self._holders[name].horizon
+            depth = sum(at >= horizon for at in used)
+            if depth:
+                tokens[name] = prefix.count_tokens(depth)
+
+    def record(
+        self,
+        prefix: PromptPrefix,
+        name: str,
+        *,
+        new_tokens: float,
+        room_tokens: float,
+        places: Sequence[int] = (),
+    ) -> None:
+        """A prompt is sent to an instance, which then has it in its cache.
+
+        Args:
+            prefix: The prompt.
+            name: The instance.
+            new_tokens: Tokens that its engine writes for the request.
+            room_tokens: Tokens of KV that the engine has room for besides that of running requests.
+            places: Where the first blocks were found.
+        """
+        self._now = now = self._now + 1
+        holder = self._holders.get(name)
+        if holder is None:
+            holder = self._add_holder(name)
+        self._last_horizon = max(self._last_horizon, holder.write(new_tokens, room_tokens, now))
+        keys, uses = self._keys, self._used
+        masks, bit = self._masks[holder.slot >> 6], 1 << (holder.slot & 63)
+        for at, key in zip_longest(places, prefix.hashes, fillvalue=-1):
+            if at < 0 or keys[at] != key:
+                at = self._find_or_add(key)  # it was not found, or has moved since
+            if not at & _NEW_WAYS and uses[at]:
+                at = self._promote(at)
+            uses[at] = now
+            masks[at] |= bit
+
+    def _find_or_add(self, key: int) -> int:
+        """Return the place of a block; a new one takes that of the least recently used new one of its set."""
+        keys, start = self._keys, (key & self._last_set) * _WAYS
+        try:
+            return keys.index(key, start, start + _WAYS)
+        except ValueError:
+            used = self._used[start : start + _NEW_WAYS]
+        at = start + used.index(min(used))
+        keys[at], self._used[at] = key, 0
+        for masks in self._masks:
+            masks[at] = 0
+        return at
+
+    def report(self, name: str, hits: Hits, prefix: PromptPrefix, *, cached_tokens: int) -> None:
+        """The engine of an instance reports how many tokens of a prompt it had in its cache."""
+        holder = self._holders.get(name)
+        if holder is None:
+            return
+        predicted = hits.tokens.get(name, 0)
+        self.predicted_tokens += predicted
+        self.reported_tokens += cached_tokens
+        if cached_tokens and not holder.reports:
+            holder.reports = True
+            self._names.clear()
+        if predicted <= cached_tokens + _TOLERANCE_TOKENS + _TOLERANCE_SHARE * predicted:
+            return
+        missing = next(d for d in range(len(hits.used)) if prefix.count_tokens(d + 1) > cached_tokens)
+        holder.horizon = max(holder.horizon, hits.used[missing] + 1)
+        self._last_horizon = max(self._last_horizon, holder.horizon)
+
+    def forget(self, name: str) -> None:
+        """The engine of an instance has lost its cache, or may not use it any more."""
+        holder = self._holders.get(name)
+        if holder is not None:
+            self._last_horizon = self._now + 1
+            holder.forget(self._last_horizon)
+
+    def keep_only(self, names: Iterable[str]) -> None:
+        """Remove all other instances."""
+        for name in self._holders.keys() - set(names):
+            holder = self._holders.pop(name)
+            self._by_slot[holder.slot] = None
+        self._names.clear()
+
+    def _add_holder(self, name: str) -> _Holder:
+        if None in self._by_slot:
+            slot = self._by_slot.index(None)
+        else:
+            slot = len(self._by_slot)
+            self._by_slot.append(None)
+        holder = self._by_slot[slot] = self._holders[name] = _Holder(name, slot, self._now)
+        self._last_horizon = self._now
+        self._names.clear()
+        if slot >> 6 == len(self._masks):
+            self._masks.append(array("Q", bytes(8 * len(self._keys))))
+        return holder
+
+    def _promote(self, at: int) -> int:
+        """Move a block that is used again; it changes places with the least recently used of those."""
+        first = (at & -_WAYS) + _NEW_WAYS
+        used = self._used[first : first + _NEW_WAYS]
+        to = first + used.index(min(used))
+        for column in (self._keys, self._used, *self._masks):
+            column[at], column[to] = column[to], column[at]
+        return to
