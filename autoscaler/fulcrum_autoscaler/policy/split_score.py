@@ -24,6 +24,8 @@ from fulcrum_core.values import Role, Slo
 
 BATCH_FULL = 0.8
 """Share of MT that the mean batch of a split may use."""
+SLOWDOWN_MAX = 1.5
+"""Most by which a measured step may be longer than the model says: more has another cause than the batch."""
 KV_FULL = 0.9
 """Share of the KV cache from which requests start to wait: prompts need room for all of their tokens."""
 
@@ -43,6 +45,7 @@ class Need:
     """MT: KV tokens of one instance whose step takes the TPOT objective."""
     itl_intercept_s: float
     itl_slope_s: float
+    """The model of a step, scaled up to the measured inter-token latency."""
     kv_capacity_tokens: float
     itl_s: float
     """Inter-token latency now: measured, or as predicted for the tokens in flight."""
@@ -83,7 +86,12 @@ def measure_need(observation: Observation, rates: Rates, slo: Slo, sequences_max
     if intercept_s is None or slope_s is None:
         return None
     tokens = sum(s.decode_tokens for s in states)
-    itl_s = _mean([s.itl_s for s in decode if s.decode_legs])
+    predicted_s = intercept_s + slope_s * tokens / len(decode)
+    measured_s = _mean([s.itl_s for s in decode if s.decode_legs])
+    itl_s = predicted_s if measured_s is None else measured_s
+    # A model that says too little would call a split good while its decodes miss their objective.
+    slowdown = min(SLOWDOWN_MAX, max(1.0, itl_s / predicted_s)) if predicted_s else 1.0
+    intercept_s, slope_s = slowdown * intercept_s, slowdown * slope_s
     capacity = _mean([s.kv_capacity_tokens for s in states])
     return Need(
         rates=rates,
@@ -95,7 +103,7 @@ def measure_need(observation: Observation, rates: Rates, slo: Slo, sequences_max
         itl_intercept_s=intercept_s,
         itl_slope_s=slope_s,
         kv_capacity_tokens=math.inf if capacity is None else capacity,
-        itl_s=intercept_s + slope_s * tokens / len(decode) if itl_s is None else itl_s,
+        itl_s=itl_s,
         sequences_max=sequences_max,
         full_decode_instances=len(decode) if any(s.decode_is_full for s in decode) else 0,
     )

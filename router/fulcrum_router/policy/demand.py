@@ -10,11 +10,14 @@ import math
 from collections import OrderedDict
 
 from fulcrum_core.router_state import DemandState
+from fulcrum_router.policy.ledger import DecodeEntry
 
 DEFAULT_OUTPUT_TOKENS = 100.0
 """Prediction before the first answer."""
 _WEIGHT = 0.02
 """Weight of the latest answer; the first ones count equally."""
+_KNOWN_FROM = 64
+"""Complete answers from which the answers in decode are no longer needed to know their mean length."""
 _KEYS_MAX = 4_096
 """Pairs of tenant and prompt length that are remembered; the ones not used for longest are dropped."""
 
@@ -22,16 +25,19 @@ _KEYS_MAX = 4_096
 class OutputLengths:
     """Mean output tokens by tenant and range of prompt lengths; there are two ranges to a power of two.
 
-    A prompt length without any answers yet gets the mean over all.
+    A prompt length without any answers yet gets the mean over all. Short answers end first: while few have
+    ended, those in decode count, too, with twice their output so far, if that makes the mean longer.
     """
 
-    __slots__ = ("_all", "_by_key", "_served", "_served_squares")
+    __slots__ = ("_all", "_by_key", "_in_decode", "_served", "_served_squares")
 
     def __init__(self) -> None:
         self._all = (0, DEFAULT_OUTPUT_TOKENS)
         self._served = (0, DEFAULT_OUTPUT_TOKENS)
         self._served_squares = (0, DEFAULT_OUTPUT_TOKENS**2)
         self._by_key: OrderedDict[tuple[str, int], tuple[int, float]] = OrderedDict()
+        self._in_decode: dict[tuple[str, int], dict[DecodeEntry, None]] = {}
+        """Answers in decode, where few have ended: at most `_KNOWN_FROM` of a key."""
 
     @property
     def mean_served(self) -> float:
@@ -55,7 +61,30 @@ class OutputLengths:
 
     def predict(self, tenant: str, prompt_tokens: int) -> float:
         """Predict the output tokens of a request."""
-        return self._by_key.get((tenant, _find_bucket(prompt_tokens)), self._all)[1]
+        key = tenant, _find_bucket(prompt_tokens)
+        count, mean = self._by_key.get(key, (0, self._all[1]))
+        in_decode = self._in_decode.get(key)
+        if not in_decode or count >= _KNOWN_FROM:
+            return mean
+        output = sum(entry.output_tokens for entry in in_decode)
+        return max(mean, (count * mean + 2 * output) / (count + len(in_decode)))
+
+    def follow(self, tenant: str, prompt_tokens: int, entry: DecodeEntry) -> None:
+        """An answer begins; `entry` counts its output as it appears."""
+        key = tenant, _find_bucket(prompt_tokens)
+        if self._by_key.get(key, (0, 0.0))[0] < _KNOWN_FROM:
+            in_decode = self._in_decode.setdefault(key, {})
+            if len(in_decode) < _KNOWN_FROM:
+                in_decode[entry] = None
+
+    def forget(self, tenant: str, prompt_tokens: int, entry: DecodeEntry) -> None:
+        """An answer that was followed has ended; no effect on others."""
+        key = tenant, _find_bucket(prompt_tokens)
+        in_decode = self._in_decode.get(key)
+        if in_decode is not None:
+            in_decode.pop(entry, None)
+            if not in_decode:
+                del self._in_decode[key]
 
     def learn(self, tenant: str, prompt_tokens: int, output_tokens: int) -> None:
         """Learn from a complete answer."""

@@ -17,7 +17,7 @@ from fulcrum_autoscaler.policy import (
     propose_assignment,
 )
 from fulcrum_autoscaler.policy.forecast import DemandSample, Rates, add_sample, compute_rates
-from fulcrum_autoscaler.policy.split_score import Need, score_split
+from fulcrum_autoscaler.policy.split_score import Need, measure_need, score_split
 from fulcrum_core.api.pdassignment import Floors
 from fulcrum_core.assignment import AssignmentRules
 from fulcrum_core.router_state import DemandState, InstanceState
@@ -90,6 +90,27 @@ def test_sums_from_before_a_restart_of_the_router_are_dropped() -> None:
     before = (DemandSample(NOW_S - 1, make_demand(50)),)
     state = make_router_state(at_s=NOW_S, demand=make_demand(1))
     assert add_sample(before, state) == (DemandSample(NOW_S, make_demand(1)),)
+
+
+@pytest.mark.parametrize(
+    ("itl_s", "expected"),
+    [
+        pytest.param(None, (0.02, 1e-6, 80_000), id="not measured"),
+        pytest.param(0.01, (0.02, 1e-6, 80_000), id="shorter than the model says"),
+        pytest.param(0.05, (0.025, 1.25e-6, 60_000), id="longer"),
+        pytest.param(1.0, (0.03, 1.5e-6, 140_000 / 3), id="far longer: not by the batch alone"),
+    ],
+)
+def test_the_model_of_a_step_is_scaled_up_to_what_engines_measure(
+    itl_s: float | None, expected: tuple[float, ...]
+) -> None:
+    """Else a split counts as good while its decodes miss their objective."""
+    busy = decode("d", tokens=20_000, decode_legs=4, itl_s=itl_s, **MODELS)
+    rates = Rates(requests=0, prefill=0, output_tokens=0, token_steps=0)
+    need = measure_need(make_observation(prefill("p", 0.0, **MODELS), busy), rates, Slo(1.0, 0.1), math.inf)
+    assert need is not None
+    found = need.itl_intercept_s, need.itl_slope_s, need.max_tokens
+    assert found == pytest.approx(expected)
 
 
 def test_each_ratio_of_a_split_compares_what_it_needs_with_what_it_has() -> None:

@@ -241,6 +241,8 @@ class JourneyChoices(EligibleInstances[V]):
         ledger, tokens = instance.ledger, self.work.prompt_tokens
         self.decode_was_idle = not ledger.prefill_legs and not ledger.decode_legs
         self.decode_entry = ledger.add_decode(tokens=self.work.context_tokens)
+        if self.work.choices == 1 and not self.continues:
+            self._context.demand.lengths.follow(self.work.tenant, tokens, self.decode_entry)
         self._charge_tenant()
         if self._account is not None:
             self._account.follow(self.decode_entry)

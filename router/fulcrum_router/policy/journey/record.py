@@ -277,6 +277,8 @@ class JourneyRecord(Generic[V]):
 
     def _release_decode(self, now_s: float) -> None:
         if self.decode_entry is not None:
+            work = self.work
+            self._context.demand.lengths.forget(work.tenant, work.prompt_tokens, self.decode_entry)
             self.decode_entry.release()
             self.decode_entry = None
         if self._local_entry is not None:

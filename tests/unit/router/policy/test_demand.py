@@ -7,6 +7,7 @@ from fulcrum_core.router_state import DemandState
 from fulcrum_core.values import Role
 from fulcrum_router.policy.demand import DEFAULT_OUTPUT_TOKENS, Demand, OutputLengths
 from fulcrum_router.policy.journey import Journey, JourneyContext
+from fulcrum_router.policy.ledger import Ledger
 from fulcrum_router.policy.pairs import TransferPairs
 from tests.unit.router.builders import FakeFleet, instance, work
 
@@ -87,3 +88,38 @@ def test_a_journey_counts_its_arrival_and_learns_from_its_answer() -> None:
     journey.decode_ended(0.2)
     demand = context.demand
     assert (demand.snapshot().requests, demand.lengths.predict("", 100)) == (1, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "expected"),
+    [
+        pytest.param((), 10.0, id="none: the mean over all"),
+        pytest.param((2, 4), 10.0, id="a short output so far says nothing"),
+        pytest.param((30, 60), 90.0, id="twice the output so far"),
+    ],
+)
+def test_answers_in_decode_count_where_none_has_ended(outputs: tuple[int, ...], expected: float) -> None:
+    """Else a new mix with long answers is taken for one with short answers until those have ended."""
+    lengths, ledger = OutputLengths(), Ledger()
+    lengths.learn("a", 1024, 10)
+    entries = [ledger.add_decode(tokens=0) for _ in outputs]
+    for entry, output in zip(entries, outputs, strict=True):
+        lengths.follow("a", 200, entry)
+        entry.add_tokens(output)
+    predicted = lengths.predict("a", 200)
+    for entry in entries:
+        lengths.forget("a", 200, entry)
+    assert (predicted, lengths.predict("a", 200)) == (expected, 10.0)
+
+
+def test_answers_in_decode_count_less_the_more_have_ended() -> None:
+    lengths, ledger = OutputLengths(), Ledger()
+    entry = ledger.add_decode(tokens=0)
+    lengths.follow("", 200, entry)
+    entry.add_tokens(100)
+    found = []
+    for more in (1, 2, 61):
+        for _ in range(more):
+            lengths.learn("", 200, 20)
+        found.append(lengths.predict("", 200))
+    assert found == pytest.approx([110.0, 65.0, 20.0])
