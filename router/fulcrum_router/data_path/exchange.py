@@ -196,17 +196,21 @@ class Exchange:
         response_s: float | None = None
         streaming = response.streaming if response is not None else first_byte_at_s is not None
         if first_byte_at_s is None or not (streaming or outcome is _OK):
+            # Without an answer, or with an error, there is no latency to judge.
             met = counters.record_request(request.tier, outcome)
         elif response is not None and not streaming:
+            # The first byte of a whole response says nothing: all of its time is judged.
             tokens, response_s = self._count_output_tokens(response), end_s - arrival_s
             met = counters.record_whole_response(request.tier, response_s=response_s, tokens=tokens)
         elif response is not None and outcome is _OK:
             tokens = self._count_output_tokens(response)
+            # The engine is not to blame for the time in which the client did not read.
             took_s = end_s - first_byte_at_s - self._unread_s
             tpot_s = took_s / (tokens - 1) if tokens > 1 else None
             ttft_s = first_byte_at_s - arrival_s
             met = counters.record_request(request.tier, outcome, ttft_s=ttft_s, tpot_s=tpot_s)
         else:
+            # A stream that was cut short, or of which no decode leg is known, has a TTFT but no TPOT.
             ttft_s = first_byte_at_s - arrival_s
             met = counters.record_request(request.tier, outcome, ttft_s=ttft_s)
         parts = request.times.divide(

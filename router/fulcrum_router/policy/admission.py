@@ -249,11 +249,13 @@ def predict_admission(
     tokens = work.prompt_tokens
     soonest_s, least_s = _predict_prefill(prefill, work, now_s=now_s, backlog_s=backlog_s, delays=delays)
     if backlog_s and reserve.own_instances:
+        # Its own instances take only its own work: it need not wait for the rest of the backlog.
         idle_in_s = min(instance.ledger.remaining_s(now_s) for instance in prefill)
         own_s = idle_in_s + reserve.own_backlog_s / reserve.own_instances
         soonest_s = min(soonest_s, least_s + own_s)
     start_s = min((i.ledger.remaining_s(now_s) + i.decode_model.itl_s(tokens) for i in decode), default=0.0)
     step_s = min((i.decode_model.itl_s(tokens) for i in decode), default=0.0)
+    # The prompts that wait are taken to be as fast to compute, token for token, as this one.
     waiting_tokens = backlog_s / least_s * tokens if least_s else 0.0
     load, stay_s = _predict_decode_load(
         decode,

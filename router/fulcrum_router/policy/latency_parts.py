@@ -140,6 +140,7 @@ class RequestTimes:
                 what is not expected before the first token counts as decode.
             refused: Whether the router refused the request: what it waited is admission.
         """
+        # A time that was not reached lies at the next one that was, so that the part between them is 0.
         first_byte_s = end_s if first_byte_s is None else min(first_byte_s, end_s)
         first_leg_s = min(self.first_leg_s or first_byte_s, first_byte_s)
         decode_sent_s = min(self.decode_sent_s or first_byte_s, first_byte_s)
@@ -154,6 +155,7 @@ class RequestTimes:
             prefill_s = min(decode_leg_s, self.compute_s or 0.0)
             queue_s, rest_s = (decode_leg_s - prefill_s, 0.0) if streamed else (0.0, decode_leg_s - prefill_s)
         else:
+            # The computation was within the leg: the rest of the leg was the engine's queue.
             prefill_s = leg_s if self.compute_s is None else min(leg_s, self.compute_s)
             queue_s = leg_s - prefill_s
             transfer_s = min(decode_leg_s, self.transfer_s)
