@@ -39,7 +39,7 @@ async def apply_plan(
 
     Raises:
         Forbidden, InvalidInput: if the assignment is refused, because all roles depend on it. Refusals of
-            other objects are returned.
+            its status and of other objects are returned.
         StoreError: any other one, such as Conflict, AlreadyExists or StoreUnavailable. The rest of the plan
             is not applied.
     """
@@ -51,13 +51,19 @@ async def apply_plan(
         try:
             if isinstance(obj, PDService) and isinstance(before, PDService):
                 status_due_s = await _write_service(obj, before, context, key)
-            elif before is None:
-                created[name] = await _create(obj, context.store)
+                continue
+            if before is None:
+                before = created[name] = await _create(obj, context.store)
             else:
-                await _write(obj, before, context.store)
+                await _write_spec(obj, before, context.store)
         except (Forbidden, InvalidInput) as error:
             if isinstance(obj, PDAssignment):
                 raise
+            refused[name] = _build_failure_cause(obj.kind, name, error)
+            continue
+        try:
+            await _write_status(obj, before, context.store)
+        except (Forbidden, InvalidInput) as error:
             refused[name] = _build_failure_cause(obj.kind, name, error)
     rest = _without_instances(plan, refused)
     started = (created.get(instance.metadata.name, instance) for instance in rest.start)
@@ -126,16 +132,14 @@ async def _create(obj: Resource, store: Store) -> Resource:
     """Create the object; return it with its uid, which owner references of other objects need."""
     created = await store.create(obj)
     _log.info("object created", kind=obj.kind, name=obj.metadata.name)
-    await _write_status(obj, created, store)
     return created
 
 
-async def _write(obj: Resource, before: Resource, store: Store) -> None:
+async def _write_spec(obj: Resource, before: Resource, store: Store) -> None:
     kind, name, namespace = type(obj), obj.metadata.name, obj.metadata.namespace
     if spec := create_merge_patch(_dump_part(before, "spec"), _dump_part(obj, "spec")):
         version = before.metadata.resource_version
         await store.patch(kind, name, {"spec": spec}, namespace=namespace, resource_version=version)
-    await _write_status(obj, before, store)
 
 
 async def _write_status(obj: Resource, before: Resource, store: Store) -> None:

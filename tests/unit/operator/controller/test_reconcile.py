@@ -538,6 +538,26 @@ async def test_an_unexpected_error_is_a_condition_within_one_pass_until_a_pass_s
     assert (await degraded(under_test))[0] == "False"
 
 
+class StoreWithoutStatusRight(RefusingStore):
+    """A store that refuses the status of PDAssignments, as with a Role of an earlier version."""
+
+    async def patch_status(self, kind: Any, name: str, patch: Any, *, namespace: str) -> Any:
+        if kind is PDAssignment:
+            raise Forbidden('cannot patch resource "pdassignments/status"')
+        return await self._store.patch_status(kind, name, patch, namespace=namespace)
+
+
+async def test_a_refused_status_of_the_assignment_is_named_and_stops_nothing(
+    under_test: ServiceUnderTest,
+) -> None:
+    store: Any = StoreWithoutStatusRight(under_test.store, "")
+    under_test.context = replace(under_test.context, store=store)
+    await under_test.up(instances=2)
+    assert await under_test.phases() == dict.fromkeys(("chat-0", "chat-1"), "Serving")
+    why = 'PDAssignment chat: cannot patch resource "pdassignments/status"'
+    assert await degraded(under_test) == ("True", "ChildRefused", why)
+
+
 async def test_a_refused_object_is_named_and_stops_no_other(under_test: ServiceUnderTest) -> None:
     store = RefusingStore(under_test.store, "chat-2")
     under_test.context = replace(under_test.context, store=store)
