@@ -30,6 +30,7 @@ from fulcrum_core.values import Role, Slo
 from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.metrics import ApiCallCollector, Metrics
 from fulcrum_operator.controller.service_metrics import ServiceCollector
+from fulcrum_router.policy.tenant_counts import NAMED_MAX
 from fulcrum_simulator.client import LoadGenerator, LoadTarget
 from fulcrum_simulator.workload import WorkloadRequest
 from tests.kubernetes.monitoring.promtool import require_program
@@ -186,6 +187,7 @@ async def run_monitored_service(
                 return False
 
             await send_of_each_tier(run, client)
+            await send_of_many_tenants(run, client)
             await wait_until(has_scraped, "Prometheus has scraped the router", interval_s=0.2)
             await asyncio.gather(send_load(run, load), disturb(run, client, disturbances, interval_s))
             yield prometheus
@@ -302,6 +304,14 @@ async def send_of_each_tier(run: LocalRun, client: httpx.AsyncClient) -> None:
         for stream in (False, True):
             body = {"model": "laptop-1b", "prompt": "word " * 200, "max_tokens": 4, "stream": stream}
             await client.post(f"{run.info.router_url}/v1/completions", json=body, headers=headers)
+
+
+async def send_of_many_tenants(run: LocalRun, client: httpx.AsyncClient) -> None:
+    """Send a request of each of more tenants than have a name, some of which Prometheus must escape."""
+    for number in range(NAMED_MAX):
+        body = {"model": "laptop-1b", "prompt": "word", "max_tokens": 1}
+        headers = {"x-tenant-id": f'tenant "{number}" \\'}
+        await client.post(f"{run.info.router_url}/v1/completions", json=body, headers=headers)
 
 
 async def send_load(run: LocalRun, load: Iterable[WorkloadRequest]) -> None:

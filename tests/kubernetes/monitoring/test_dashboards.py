@@ -1,10 +1,13 @@
 """A real Prometheus scrapes a local service: every query of every dashboard gets data, every rule works."""
 
 import json
+import re
 from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
+import yaml
 
 from fulcrum_simulator.workload import WorkloadRequest
 from tests.conftest import RecordMeasurement
@@ -13,9 +16,12 @@ from tests.kubernetes.monitoring.scenario import (
     DASHBOARDS,
     DEADLINE_S,
     RIGHTLY_EMPTY,
+    RULES,
     PanelQuery,
+    PrometheusApi,
     list_queries,
     run_monitored_service,
+    run_prometheus,
 )
 from tests.waiting import wait_until
 
@@ -47,6 +53,30 @@ async def test_every_query_gets_data_and_every_rule_is_evaluated(
     )
     assert (empty, {state for _, state in health}) == ([], {"ok"})
     assert (of_service <= SERIES_MAX, of_instance <= SERIES_OF_INSTANCE_MAX) == (True, True)
+
+
+async def test_a_prometheus_that_is_empty_or_restarts_answers_every_query(tmp_path: Path) -> None:
+    require_program("prometheus")
+    async with httpx.AsyncClient(trust_env=False, timeout=20.0) as client:
+        for _ in range(2):
+            with run_prometheus(tmp_path, {}) as url:
+                prometheus = PrometheusApi(client, url)
+
+                async def has_evaluated(prometheus: PrometheusApi = prometheus) -> bool:
+                    with suppress(httpx.ConnectError, ValueError):  # it starts, and says so in plain text
+                        return {state for _, state in await prometheus.list_rule_health()} == {"ok"}
+                    return False
+
+                await wait_until(has_evaluated, "all rules are evaluated", interval_s=0.2)
+                answered = [query for query in list_queries() if await prometheus.count_series(query.expr)]
+                assert answered == []
+
+
+def test_no_query_depends_on_the_clock_of_prometheus() -> None:
+    rules = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    exprs = [rule["expr"] for group in rules for rule in group["rules"]]
+    exprs += [query.expr for query in list_queries()]
+    assert [expr for expr in exprs if re.search(r"\b(time|timestamp)\s*\(", expr)] == []
 
 
 def test_each_panel_says_what_to_do() -> None:

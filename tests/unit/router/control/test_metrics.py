@@ -192,8 +192,16 @@ def test_series_stay_as_many_while_a_thousand_instances_come_and_go() -> None:
     assert len({count_series(first) for first in range(0, 1000, 10)}) == 1
 
 
-def test_tenants_are_shown_with_any_name_that_a_header_can_hold() -> None:
-    router, name = Router(), 'a"b\\c\xe9\x85'
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param('a"b\\c\xe9\x85', id="quote, backslash, bytes of another encoding"),
+        pytest.param('a\nb\\n"} 1\r# HELP c', id="lines"),
+        pytest.param("x" * 10_240, id="10 KB"),
+    ],
+)
+def test_tenants_are_shown_with_any_name(name: str) -> None:
+    router = Router()
     counters = router.counters
     for outcome, met in ((RequestOutcome.OK, True), (RequestOutcome.LIMITED, False)):
         counters.record_tenant(name, outcome, met=met, now_s=time.monotonic())
