@@ -121,7 +121,7 @@ def _tenants() -> list[Panel]:
     return [
         lines(
             "Requests of tenants",
-            "The 8 tenants with most requests, and (others). One far above the rest: give it a rate limit, "
+            "The 6 tenants with most requests, and (others). One far above the rest: give it a rate limit, "
             "or a tier of its own.",
             [Query(f"sum by (tenant) (rate({_TENANT_REQUESTS}[{RATE}]))", "{{tenant}}")],
             unit="reqps",

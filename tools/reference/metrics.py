@@ -58,7 +58,7 @@ _BOUNDS = {
     **{
         "mode": "2",
         "decision": "F",
-        "tenant": "9",
+        "tenant": "7",
         "time": "2",
         "result": "4",
         "state": "2",

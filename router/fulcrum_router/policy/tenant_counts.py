@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from enum import StrEnum
 
-NAMED_MAX = 8
+NAMED_MAX = 6
 """Tenants that are counted by name."""
 OTHERS = "(others)"
 """Stands for all tenants without a name, and for a tenant that a trusted proxy calls so."""
