@@ -42,8 +42,8 @@ def _seen() -> list[Panel]:
         ),
         lines(
             "Forecast and actual TTFT",
-            "Mean TTFT of streams: as predicted when the prompt was sent, and as it was. Flips follow from "
-            "the same model. Lines that part for minutes: see FulcrumPredictionsOff.",
+            "Mean TTFT of streams: as predicted when the prompt was sent, and as it was. Flip "
+            "requests follow from the same model. Lines that part for minutes: see FulcrumPredictionsOff.",
             [Query(_FORECAST, "{{time}}")],
             unit="s",
         ),
