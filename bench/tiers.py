@@ -20,7 +20,7 @@ from statistics import median
 
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Slo
-from fulcrum_router.policy.tier_reserve import Reserve
+from fulcrum_router.policy.tiers.tier_reserve import Reserve
 from fulcrum_simulator.fleet.options import RunOptions, parse_policy
 from fulcrum_simulator.fleet.run import simulate
 from fulcrum_simulator.routing import Outcome

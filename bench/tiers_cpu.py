@@ -31,8 +31,8 @@ from fulcrum_cluster.process import die_with_parent
 from fulcrum_core.values import AdmissionMode, OverloadAction
 from fulcrum_router import server
 from fulcrum_router.options import RouterOptions, parse_options
-from fulcrum_router.policy.admission import TierAdmission
-from fulcrum_router.policy.tier_reserve import Reserve
+from fulcrum_router.policy.tiers.admission import TierAdmission
+from fulcrum_router.policy.tiers.tier_reserve import Reserve
 from fulcrum_router.router import Router
 from fulcrum_router.settings import Tier
 from tests.integration.router.fake_engines import PROMPT, FakeEngine

@@ -10,8 +10,13 @@ from operator import add
 from fulcrum_core.histogram import Exemplar, Histogram
 from fulcrum_core.values import Role
 from fulcrum_router.policy.journey import LocalPrefillReason, StopReason
-from fulcrum_router.policy.latency_parts import CAUSES_OF_MISS, PARTS, LatencyPart, find_cause_of_miss
-from fulcrum_router.policy.tenant_counts import TenantCounts, TenantResult
+from fulcrum_router.policy.predictions.latency_parts import (
+    CAUSES_OF_MISS,
+    PARTS,
+    LatencyPart,
+    find_cause_of_miss,
+)
+from fulcrum_router.policy.tiers.tenant_counts import TenantCounts, TenantResult
 from fulcrum_router.settings import Tier
 
 # Bounds grow by at most half where objectives lie (TTFT 0.1 to 10 s, TPOT 10 to 200 ms), so that a quantile

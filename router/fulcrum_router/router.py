@@ -21,10 +21,10 @@ from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.inline_task import Turns
 from fulcrum_router.http1.limits import KEPT_SHARE, KeptBytes, make_request_memory
 from fulcrum_router.policy import FlipProposal, FlipProposalRules, TokensPerByte, TransferPairs, TtftErrors
-from fulcrum_router.policy.blame import Blame, find_blame, is_rejection, is_sickness
+from fulcrum_router.policy.faults.blame import Blame, find_blame, is_rejection, is_sickness
 from fulcrum_router.policy.flight_recorder import FlightRecorder
 from fulcrum_router.policy.journey import JourneyContext
-from fulcrum_router.policy.learned_models import (
+from fulcrum_router.policy.predictions.learned_models import (
     PoolModels,
     collect_models,
     have_changed,

@@ -13,8 +13,8 @@ from fulcrum_core.api.qostier import DEFAULT_MAX_QUEUE_S, QoSTier, QoSTierSpec
 from fulcrum_core.api.router import AuthSpec, DispatchSpec, TimeoutsSpec
 from fulcrum_core.networks import Network, parse_network
 from fulcrum_core.values import AdmissionMode, AutoscalingMode, DispatchMode, FlipPolicy, Slo
-from fulcrum_router.policy.admission import DEFAULT_TIER_ADMISSION, TierAdmission
-from fulcrum_router.policy.tier_reserve import NO_RESERVE, Reserve
+from fulcrum_router.policy.tiers.admission import DEFAULT_TIER_ADMISSION, TierAdmission
+from fulcrum_router.policy.tiers.tier_reserve import NO_RESERVE, Reserve
 
 DEFAULT_TIER = "default"
 """Name of the tier of all requests that no other tier applies to; its SLO is the service's own."""

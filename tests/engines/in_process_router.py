@@ -21,7 +21,7 @@ from fulcrum_core.values import EngineIdentity, Role, Slo
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.kv_transfer.canaries import CanaryScheduler
 from fulcrum_router.policy import PairKey, TransferOutcome
-from fulcrum_router.policy.pair_record import TransferPair
+from fulcrum_router.policy.kv_pairs.pair_record import TransferPair
 from fulcrum_router.router import Router
 from fulcrum_router.server import RouterServer
 from fulcrum_router.settings import ServiceSettings, Tier, Timeouts

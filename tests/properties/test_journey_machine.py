@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from fulcrum_core.values import Role
 from fulcrum_router.policy import TransferPairs
 from fulcrum_router.policy.dispatch import FlipProposalRules
-from fulcrum_router.policy.failures import Failure
+from fulcrum_router.policy.faults.failures import Failure
+from fulcrum_router.policy.faults.retry_budget import SHARE, WINDOW_S, RetryBudget
 from fulcrum_router.policy.journey import (
     MAX_ATTEMPTS,
     Action,
@@ -28,8 +29,7 @@ from fulcrum_router.policy.journey import (
     TransferProtocol,
 )
 from fulcrum_router.policy.journey.machine import MAX_SUSPICIONS
-from fulcrum_router.policy.retry_budget import SHARE, WINDOW_S, RetryBudget
-from fulcrum_router.policy.waiting_room import WaitingRoom
+from fulcrum_router.policy.waiting.waiting_room import WaitingRoom
 from tests.unit.router.builders import IDENTITY, OTHER_MODEL, SLO, FakeFleet, FakeInstance, instance, work
 
 PUSH = TransferProtocol(name="push", decode_chosen_first=True, params_in_response=False, leased=False)

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fulcrum_router.policy.ledger import DecodeEntry, Ledger
-from fulcrum_router.policy.rate_limits import TokenBuckets
-from fulcrum_router.policy.token_account import TokenAccount, Tokens
+from fulcrum_router.policy.tiers.rate_limits import TokenBuckets
+from fulcrum_router.policy.tiers.token_account import TokenAccount, Tokens
 
 COUNTS = st.integers(0, 5_000)
 LIMIT = 1_000_000

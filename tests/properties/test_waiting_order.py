@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fulcrum_router.policy.ledger import Ledger
-from fulcrum_router.policy.token_account import TokenAccount
-from fulcrum_router.policy.token_counters import INPUT_WEIGHT, OUTPUT_WEIGHT
-from fulcrum_router.policy.waiting_lines import AGEING_FACTOR, LeaveResult
-from fulcrum_router.policy.waiting_room import Charge, WaitingRoom
+from fulcrum_router.policy.tiers.token_account import TokenAccount
+from fulcrum_router.policy.tiers.token_counters import INPUT_WEIGHT, OUTPUT_WEIGHT
+from fulcrum_router.policy.waiting.waiting_lines import AGEING_FACTOR, LeaveResult
+from fulcrum_router.policy.waiting.waiting_room import Charge, WaitingRoom
 from tests.unit.router.builders import open_account
 
 

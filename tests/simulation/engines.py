@@ -13,7 +13,7 @@ from typing import Any
 from fulcrum_core.api import PDInstance
 from fulcrum_core.ports import EngineObservation, EngineState, InstanceKey
 from fulcrum_core.profiles import EngineProfile
-from fulcrum_router.policy.failures import Failure
+from fulcrum_router.policy.faults.failures import Failure
 from fulcrum_simulator.engine import (
     Engine,
     Finished,

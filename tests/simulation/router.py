@@ -22,11 +22,11 @@ from fulcrum_core.values import AutoscalingMode, DispatchMode, EngineIdentity, P
 from fulcrum_operator.controller.context import ServiceKey
 from fulcrum_router.fleet.health import Health
 from fulcrum_router.policy import Candidates, FlipProposal, FlipProposalRules, TransferPairs
-from fulcrum_router.policy.estimate import TYPICAL_REQUEST_TOKENS
-from fulcrum_router.policy.failures import Failure
+from fulcrum_router.policy.faults.failures import Failure
 from fulcrum_router.policy.intervals import PROBE_INTERVAL_S
 from fulcrum_router.policy.journey import JourneyContext
-from fulcrum_router.policy.learning import LearningInstance
+from fulcrum_router.policy.predictions.estimate import TYPICAL_REQUEST_TOKENS
+from fulcrum_router.policy.predictions.learning import LearningInstance
 from fulcrum_simulator.engine import ExportedKv, KvImportRequest, OutputToken
 from fulcrum_simulator.routing import Outcome, SimulatedJourneys, SimulatedLeg, SimulatedRequest
 from tests.simulation.engines import LEASE_S, EngineProcess, Network

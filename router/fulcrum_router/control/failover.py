@@ -19,7 +19,7 @@ from fulcrum_cluster.objects import ENDPOINT_SLICE, Object, ObjectApi
 from fulcrum_core.errors import Conflict, NotFound, StoreError
 from fulcrum_core.ports import Clock
 from fulcrum_core.router_state import ROUTER_HANDOVER_TIMEOUT_S
-from fulcrum_router.policy.learned_models import render_models
+from fulcrum_router.policy.predictions.learned_models import render_models
 from fulcrum_router.router import Router
 
 log = structlog.get_logger()

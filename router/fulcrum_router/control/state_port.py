@@ -17,7 +17,7 @@ from fulcrum_router.control.auth import Authenticator, Unauthorized
 from fulcrum_router.counters import RequestOutcome, TierCounters
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.policy import PairKey, TransferOutcome, TransferPair
-from fulcrum_router.policy.admission import Admission, AdmissionDecision, TierDecisions
+from fulcrum_router.policy.tiers.admission import Admission, AdmissionDecision, TierDecisions
 from fulcrum_router.router import Router
 
 MAX_POLL_S = 60.0

@@ -9,10 +9,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from fulcrum_core.histogram import Histogram
 from fulcrum_router.counters import Counters
-from fulcrum_router.policy.admission import Admission
-from fulcrum_router.policy.latency_parts import PARTS
-from fulcrum_router.policy.tenant_counts import NAMED_MAX, OTHERS, TenantCounts
-from fulcrum_router.policy.tier_reserve import TierReserve
+from fulcrum_router.policy.predictions.latency_parts import PARTS
+from fulcrum_router.policy.tiers.admission import Admission
+from fulcrum_router.policy.tiers.tenant_counts import NAMED_MAX, OTHERS, TenantCounts
+from fulcrum_router.policy.tiers.tier_reserve import TierReserve
 
 
 def build_tier_families(counters: Counters) -> Iterator[Metric]:

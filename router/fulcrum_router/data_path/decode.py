@@ -28,7 +28,7 @@ from fulcrum_router.http1.sending import send_and_wait
 from fulcrum_router.http1.upstream import ConnectionPool, EngineConnection
 from fulcrum_router.kv_transfer.verification import KvTransfer, verify_transfer
 from fulcrum_router.policy.journey import Action
-from fulcrum_router.policy.prompt_limit import ASSUMED_CONTEXT_TOKENS
+from fulcrum_router.policy.predictions.prompt_limit import ASSUMED_CONTEXT_TOKENS
 from fulcrum_router.policy.whole_response import compute_deadline_s, compute_max_response_s
 from fulcrum_router.router import make_cache_salt
 

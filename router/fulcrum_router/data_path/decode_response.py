@@ -40,7 +40,7 @@ from fulcrum_router.http1.inline_task import Completion
 from fulcrum_router.http1.responses import build_broken_stream_event
 from fulcrum_router.http1.upstream import EngineConnection
 from fulcrum_router.kv_transfer.verification import KvTransfer
-from fulcrum_router.policy.blame import is_shed_or_failed
+from fulcrum_router.policy.faults.blame import is_shed_or_failed
 from fulcrum_router.policy.ledger import DecodeEntry
 
 MAX_BUFFERED_BODY_BYTES = 1024 * 1024

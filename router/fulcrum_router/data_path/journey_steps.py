@@ -8,9 +8,9 @@ from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1 import responses
 from fulcrum_router.http1.failures import LegFailed
 from fulcrum_router.http1.inline_task import Completion, run_in_asyncio_task
-from fulcrum_router.policy.admission import RefusalReason
-from fulcrum_router.policy.blame import SHED_STATUSES
+from fulcrum_router.policy.faults.blame import SHED_STATUSES
 from fulcrum_router.policy.journey import Action, Journey, StopReason
+from fulcrum_router.policy.tiers.admission import RefusalReason
 from fulcrum_router.router import Router
 
 _FAILS_AGAIN = (StopReason.QUERY_OF_DEATH, StopReason.TOO_LONG)

@@ -13,7 +13,7 @@ from typing import Any
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1.failures import LegFailed
 from fulcrum_router.http1.remote_media import has_remote_media
-from fulcrum_router.policy.blame import Blame, is_ambiguous, is_rejection
+from fulcrum_router.policy.faults.blame import Blame, is_ambiguous, is_rejection
 from fulcrum_router.router import Router
 
 

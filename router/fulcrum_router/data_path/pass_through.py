@@ -35,7 +35,7 @@ from fulcrum_router.http1.prompt_size import measure_conversation
 from fulcrum_router.http1.sending import send_and_wait
 from fulcrum_router.http1.upstream import EngineConnection
 from fulcrum_router.policy import Work
-from fulcrum_router.policy.blame import is_ambiguous, is_shed_or_failed
+from fulcrum_router.policy.faults.blame import is_ambiguous, is_shed_or_failed
 from fulcrum_router.policy.journey import Action, Journey, LocalPrefillReason, StopReason
 from fulcrum_router.policy.journey.machine import DEATHS, MIN_SUSPICIONS
 from fulcrum_router.policy.whole_response import compute_deadline_s

@@ -24,7 +24,7 @@ from fulcrum_router.http1.framing import CHUNKED, UNTIL_CLOSE, ResponseHead
 from fulcrum_router.http1.prompt_size import has_only_text
 from fulcrum_router.http1.sending import BufferedResponse, send_and_wait
 from fulcrum_router.http1.upstream import ConnectionPool, EngineConnection
-from fulcrum_router.policy.blame import is_shed_or_failed
+from fulcrum_router.policy.faults.blame import is_shed_or_failed
 from fulcrum_router.policy.journey import Action, LocalPrefillReason, StopReason
 from fulcrum_router.policy.whole_response import compute_deadline_s
 

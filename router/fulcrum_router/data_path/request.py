@@ -25,9 +25,9 @@ from fulcrum_router.http1.json_limits import UNCHECKED_BYTES, InvalidBody, parse
 from fulcrum_router.http1.output_limits import find_output_limit
 from fulcrum_router.http1.prompt_prefix import build_prefix
 from fulcrum_router.policy import Work
-from fulcrum_router.policy.blame import SHED_STATUSES
+from fulcrum_router.policy.faults.blame import SHED_STATUSES
 from fulcrum_router.policy.journey import Action, Journey
-from fulcrum_router.policy.latency_parts import RequestTimes
+from fulcrum_router.policy.predictions.latency_parts import RequestTimes
 from fulcrum_router.policy.prefix_index import NO_PREFIX
 from fulcrum_router.router import Router
 from fulcrum_router.settings import ServiceSettings

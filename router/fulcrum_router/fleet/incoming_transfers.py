@@ -8,7 +8,7 @@ An engine that responds to a later request has fetched the earlier KV, or renews
 import math
 from typing import Generic, Protocol, TypeVar
 
-from fulcrum_router.policy.kv_lease import min_renewed_lease_s
+from fulcrum_router.policy.kv_pairs.kv_lease import min_renewed_lease_s
 
 SEND_ORDER_MARGIN_S = 1.0
 """Requests that are sent at least this far apart reach the engine in the order in which they were sent."""

@@ -17,10 +17,10 @@ from fulcrum_router.fleet.incoming_transfers import IncomingTransfers, LeasedTra
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.upstream import ConnectionPool
 from fulcrum_router.policy.candidates import Candidates
-from fulcrum_router.policy.estimate import DEFAULT_DECODE, DEFAULT_PREFILL
-from fulcrum_router.policy.latency_parts import WaitCauses
-from fulcrum_router.policy.learning import LearningInstance
-from fulcrum_router.policy.outliers import may_eject
+from fulcrum_router.policy.faults.outliers import may_eject
+from fulcrum_router.policy.predictions.estimate import DEFAULT_DECODE, DEFAULT_PREFILL
+from fulcrum_router.policy.predictions.latency_parts import WaitCauses
+from fulcrum_router.policy.predictions.learning import LearningInstance
 
 SIMULATED_HEADER = b"x-fulcrum-simulated: true\r\n"
 """Header line on every response of a simulated engine, whose text is made up."""

@@ -1,6 +1,6 @@
 """The exception that legs raise; why they fail is `policy.failures`."""
 
-from fulcrum_router.policy.failures import Failure
+from fulcrum_router.policy.faults.failures import Failure
 
 __all__ = ["Failure", "LegFailed"]
 

@@ -39,7 +39,7 @@ from fulcrum_router.kv_transfer.verification import (
 )
 from fulcrum_router.policy import PairKey, TransferPair
 from fulcrum_router.policy.intervals import CANARY_IDLE_S
-from fulcrum_router.policy.pair_record import DEFAULT_BLOCK_TOKENS, MIN_TIMED_TOKENS
+from fulcrum_router.policy.kv_pairs.pair_record import DEFAULT_BLOCK_TOKENS, MIN_TIMED_TOKENS
 from fulcrum_router.router import Router
 
 log = structlog.get_logger()

@@ -17,8 +17,8 @@ from fulcrum_core.api import conditions
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1.engine_events import Usage
 from fulcrum_router.policy import PairKey, TransferOutcome, TransferPairs, classify_transfer
-from fulcrum_router.policy.kv_lease import max_on_time_age_s
-from fulcrum_router.policy.pair_record import DEFAULT_BLOCK_TOKENS, HANDSHAKE_TIMEOUT_S, TransferPair
+from fulcrum_router.policy.kv_pairs.kv_lease import max_on_time_age_s
+from fulcrum_router.policy.kv_pairs.pair_record import DEFAULT_BLOCK_TOKENS, HANDSHAKE_TIMEOUT_S, TransferPair
 
 log = structlog.get_logger()
 

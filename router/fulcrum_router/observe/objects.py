@@ -31,7 +31,7 @@ from fulcrum_core.profiles import EngineProfile, load_profile, load_shipped_prof
 from fulcrum_core.values import Role
 from fulcrum_router.fleet.instances import Instance, intern_identity, parse_endpoint
 from fulcrum_router.observe.pods import PodWatcher
-from fulcrum_router.policy.estimate import DEFAULT_DECODE, DEFAULT_PREFILL, TYPICAL_REQUEST_TOKENS
+from fulcrum_router.policy.predictions.estimate import DEFAULT_DECODE, DEFAULT_PREFILL, TYPICAL_REQUEST_TOKENS
 from fulcrum_router.policy.roles import phase_precedes_work, resolve_working_roles
 from fulcrum_router.router import Router
 from fulcrum_router.settings import resolve_settings

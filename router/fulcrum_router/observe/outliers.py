@@ -13,7 +13,7 @@ import structlog
 
 from fulcrum_core.values import Role
 from fulcrum_router.fleet.instances import Fleet, Instance
-from fulcrum_router.policy.outliers import LegCounts, find_error_outliers, find_slow_outliers
+from fulcrum_router.policy.faults.outliers import LegCounts, find_error_outliers, find_slow_outliers
 
 log = structlog.get_logger()
 

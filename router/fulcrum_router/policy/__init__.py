@@ -15,12 +15,15 @@ from fulcrum_router.policy.dispatch import (
     choose_prefill,
     compute_decode_load,
 )
-from fulcrum_router.policy.estimate import (
-    DecodePredictor,
-    PredictionErrorMean,
-    PrefillPredictor,
-    TokensPerByte,
+from fulcrum_router.policy.kv_pairs.pair_record import (
+    PairKey,
+    SourcePairs,
+    TransferDelay,
+    TransferOutcome,
+    TransferPair,
+    classify_transfer,
 )
+from fulcrum_router.policy.kv_pairs.pairs import TransferPairs
 from fulcrum_router.policy.ledger import (
     DecodeEntry,
     Ledger,
@@ -29,16 +32,13 @@ from fulcrum_router.policy.ledger import (
     PrefillEntry,
     Reservation,
 )
-from fulcrum_router.policy.pair_record import (
-    PairKey,
-    SourcePairs,
-    TransferDelay,
-    TransferOutcome,
-    TransferPair,
-    classify_transfer,
+from fulcrum_router.policy.predictions.estimate import (
+    DecodePredictor,
+    PredictionErrorMean,
+    PrefillPredictor,
+    TokensPerByte,
 )
-from fulcrum_router.policy.pairs import TransferPairs
-from fulcrum_router.policy.prediction import PredictedTtft, TtftErrors, predict_ttft
+from fulcrum_router.policy.predictions.prediction import PredictedTtft, TtftErrors, predict_ttft
 from fulcrum_router.policy.work import Work
 
 __all__ = [

@@ -31,7 +31,7 @@ from typing import NamedTuple
 from fulcrum_core.formatting import format_count
 from fulcrum_core.values import Role, Slo
 from fulcrum_router.policy.candidates import Candidates, InstanceView, V
-from fulcrum_router.policy.pair_record import SourcePairs, TransferDelay
+from fulcrum_router.policy.kv_pairs.pair_record import SourcePairs, TransferDelay
 from fulcrum_router.policy.work import Work
 
 

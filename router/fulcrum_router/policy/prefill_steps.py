@@ -15,8 +15,9 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from fulcrum_core.latency import PrefillModel
-from fulcrum_router.policy.prefill_samples import TOGETHER_S
 
+TOGETHER_S = 0.003
+"""Responses that are less than this apart come from one engine step: a step takes longer."""
 MIN_PROMPTS = 1.5
 """Mean number of prompts that a step answers from which steps are used to predict."""
 WINDOW = 64

@@ -23,7 +23,7 @@ from fulcrum_core.spans import (
     format_traceparent,
     parse_traceparent,
 )
-from fulcrum_router.policy.latency_parts import PARTS, LatencyPart
+from fulcrum_router.policy.predictions.latency_parts import PARTS, LatencyPart
 
 _TRACEPARENT, _LINE_END = b"traceparent: ", b"\r\n"
 _TRANSFER = PARTS.index(LatencyPart.TRANSFER)

@@ -11,8 +11,8 @@ from fulcrum_core.api.router import DispatchSpec
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import EngineProfile
 from fulcrum_core.values import AdmissionMode, DispatchMode, OverloadAction, Slo
-from fulcrum_router.policy.admission import DEFAULT_TIER_ADMISSION, TierAdmission
-from fulcrum_router.policy.tier_reserve import Reserve
+from fulcrum_router.policy.tiers.admission import DEFAULT_TIER_ADMISSION, TierAdmission
+from fulcrum_router.policy.tiers.tier_reserve import Reserve
 from fulcrum_simulator.fleet.stepped_engine import LOOKAHEAD_STEPS
 
 BEST_STATIC = "static:best"

@@ -7,7 +7,7 @@ from fulcrum_core.router_state import InstanceState
 from fulcrum_core.values import KV_LEASE_S, EngineIdentity, Role
 from fulcrum_router.policy import Candidates
 from fulcrum_router.policy.intervals import PROBE_INTERVAL_S
-from fulcrum_router.policy.learning import LearningInstance
+from fulcrum_router.policy.predictions.learning import LearningInstance
 from fulcrum_simulator.fleet.instance import SimulatedInstance
 
 

@@ -17,7 +17,7 @@ from fulcrum_core.assignment import AssignmentRules
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.profiles import EngineProfile
 from fulcrum_core.values import Actor, DispatchMode, FlipPolicy, Role
-from fulcrum_router.policy.estimate import TYPICAL_REQUEST_TOKENS
+from fulcrum_router.policy.predictions.estimate import TYPICAL_REQUEST_TOKENS
 from fulcrum_simulator.bounds import UniformFleet, plan_moving_split
 from fulcrum_simulator.fleet.autoscaler import SimulatedAutoscaler, SimulatedFlip
 from fulcrum_simulator.fleet.event_queue import EventQueue

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from fulcrum_router.policy.least_squares import solve_not_negative
+from fulcrum_router.policy.predictions.least_squares import solve_not_negative
 
 
 def fit_not_negative(

@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 from fulcrum_core.values import Slo
 from fulcrum_router.policy.dispatch import FlipProposal
-from fulcrum_router.policy.failures import Failure
+from fulcrum_router.policy.faults.failures import Failure
 from fulcrum_router.policy.intervals import SWEEP_INTERVAL_S
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext, JourneyInstance
 from fulcrum_router.policy.prefix_index import NO_PREFIX, PromptPrefix

@@ -14,8 +14,8 @@ from fulcrum_router.http1.framing import frame_chunk
 from fulcrum_router.http1.sending import BufferedResponse
 from fulcrum_router.http1.upstream import ConnectionPool, EngineConnection
 from fulcrum_router.kv_transfer.verification import KvTransfer
+from fulcrum_router.policy.kv_pairs.pairs import TransferPairs
 from fulcrum_router.policy.ledger import Ledger
-from fulcrum_router.policy.pairs import TransferPairs
 from tests.integration.fuzz.conftest import RunFuzzer
 from tests.integration.fuzz.fuzzing import split_randomly
 from tests.unit.router.builders import FakeLeg

@@ -8,8 +8,8 @@ import aiohttp
 
 from fulcrum_core.values import AdmissionMode, OverloadAction
 from fulcrum_router.counters import RequestOutcome
-from fulcrum_router.policy.admission import TierAdmission
-from fulcrum_router.policy.latency_parts import LatencyPart
+from fulcrum_router.policy.predictions.latency_parts import LatencyPart
+from fulcrum_router.policy.tiers.admission import TierAdmission
 from tests.integration.router.fake_engines import (
     PROMPT,
     FakeEngine,

@@ -12,7 +12,7 @@ import yaml
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import AdmissionMode, Slo
 from fulcrum_router.counters import RequestOutcome
-from fulcrum_router.policy.admission import TierAdmission
+from fulcrum_router.policy.tiers.admission import TierAdmission
 from fulcrum_router.settings import Tier
 from tests.integration.router.fake_engines import route_to_servers
 from tests.integration.simulator.servers import MODEL, Server, launch, prompt_of, ready

@@ -26,7 +26,7 @@ from fulcrum_operator.plan.slo_window import SloReport, SloWindow, update_window
 from fulcrum_operator.plan.status.slo_met import slo_met_condition
 from fulcrum_router.control.metrics import build_registry
 from fulcrum_router.control.state_port import build_router_state
-from fulcrum_router.policy.waiting_room import WaitingRoom
+from fulcrum_router.policy.waiting.waiting_room import WaitingRoom
 from fulcrum_router.router import Router
 from fulcrum_router.settings import Tier
 from tests.conftest import RecordMeasurement

@@ -14,8 +14,8 @@ from fulcrum_core.latency import PrefillModel
 from fulcrum_core.values import Role
 from fulcrum_router.counters import RequestOutcome
 from fulcrum_router.policy import PairKey, TransferOutcome
+from fulcrum_router.policy.faults.retry_budget import FLOOR
 from fulcrum_router.policy.journey import StopReason
-from fulcrum_router.policy.retry_budget import FLOOR
 from tests.integration.router.fake_engines import (
     DEADLINE_S,
     PROMPT,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import aiohttp
 
 from fulcrum_core.latency import PrefillModel
-from fulcrum_router.policy.waiting_room import WaitingRoom
+from fulcrum_router.policy.waiting.waiting_room import WaitingRoom
 from tests.integration.router.fake_engines import (
     PROMPT,
     FakeEngine,

@@ -30,7 +30,7 @@ from fulcrum_core.values import Role, Slo
 from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.metrics import ApiCallCollector, Metrics
 from fulcrum_operator.controller.service_metrics import ServiceCollector
-from fulcrum_router.policy.tenant_counts import NAMED_MAX
+from fulcrum_router.policy.tiers.tenant_counts import NAMED_MAX
 from fulcrum_simulator.client import LoadGenerator, LoadTarget
 from fulcrum_simulator.workload import WorkloadRequest
 from tests.kubernetes.monitoring.promtool import require_program

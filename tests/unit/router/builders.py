@@ -9,7 +9,7 @@ from fulcrum_core.values import KV_LEASE_S, EngineIdentity, Role, Slo
 from fulcrum_router.data_path.continuation import Continuation
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.policy import Candidates, Ledger, Work
-from fulcrum_router.policy.token_account import TokenAccount, Tokens
+from fulcrum_router.policy.tiers.token_account import TokenAccount, Tokens
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.05)
 PREFILL = PrefillModel(c0=0.0, c1=1e-3, c2=0.0)

@@ -6,8 +6,8 @@ import pytest
 
 from fulcrum_core.api import PDService, QoSTier
 from fulcrum_core.values import AdmissionMode, OverloadAction, Slo
-from fulcrum_router.policy.admission import TierAdmission
-from fulcrum_router.policy.tier_reserve import Reserve
+from fulcrum_router.policy.tiers.admission import TierAdmission
+from fulcrum_router.policy.tiers.tier_reserve import Reserve
 from fulcrum_router.router import Router
 from fulcrum_router.settings import Tier, resolve_settings
 

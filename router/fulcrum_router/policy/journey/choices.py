@@ -10,7 +10,6 @@ from collections.abc import Hashable
 
 from fulcrum_core.api import conditions
 from fulcrum_core.values import Role
-from fulcrum_router.policy.admission import ADMITTED, Admitted, Refusal
 from fulcrum_router.policy.deflection import Deflection
 from fulcrum_router.policy.dispatch import (
     NO_FLIP_PROPOSALS,
@@ -27,8 +26,9 @@ from fulcrum_router.policy.journey.context import V
 from fulcrum_router.policy.journey.eligible import EligibleInstances
 from fulcrum_router.policy.journey.protocols import NIXL_PULL, find_protocol
 from fulcrum_router.policy.journey.states import Action, LocalPrefillReason, State, StopReason
-from fulcrum_router.policy.prediction import predict_ttft
-from fulcrum_router.policy.waiting_room import LeaveResult
+from fulcrum_router.policy.predictions.prediction import predict_ttft
+from fulcrum_router.policy.tiers.admission import ADMITTED, Admitted, Refusal
+from fulcrum_router.policy.waiting.waiting_room import LeaveResult
 
 MAX_ATTEMPTS = 3
 """Instances tried for one phase of a request."""

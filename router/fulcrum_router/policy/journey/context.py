@@ -11,7 +11,17 @@ from collections.abc import Mapping
 from typing import Generic, Protocol, TypeVar
 
 from fulcrum_core.values import AdmissionMode, OverloadAction, Role
-from fulcrum_router.policy.admission import (
+from fulcrum_router.policy.candidates import Candidates, InstanceView
+from fulcrum_router.policy.demand import Demand
+from fulcrum_router.policy.dispatch import NO_FLIP_PROPOSALS
+from fulcrum_router.policy.faults.engine_deaths import EngineDeaths
+from fulcrum_router.policy.faults.retry_budget import RetryBudget
+from fulcrum_router.policy.journey.protocols import PROTOCOLS, TransferProtocol
+from fulcrum_router.policy.kv_pairs.pairs import TransferPairs
+from fulcrum_router.policy.ledger import Ledger
+from fulcrum_router.policy.predictions.prompt_limit import ASSUMED_CONTEXT_TOKENS
+from fulcrum_router.policy.prefix_index import PrefixIndex
+from fulcrum_router.policy.tiers.admission import (
     ADMITTED,
     NO_RESERVE_VIEW,
     UNKNOWN_FORECAST,
@@ -27,21 +37,11 @@ from fulcrum_router.policy.admission import (
     refuse_over_limit,
     refuse_waiting,
 )
-from fulcrum_router.policy.candidates import Candidates, InstanceView
-from fulcrum_router.policy.decode_share import DecodeShare
-from fulcrum_router.policy.demand import Demand
-from fulcrum_router.policy.dispatch import NO_FLIP_PROPOSALS
-from fulcrum_router.policy.engine_deaths import EngineDeaths
-from fulcrum_router.policy.journey.protocols import PROTOCOLS, TransferProtocol
-from fulcrum_router.policy.ledger import Ledger
-from fulcrum_router.policy.pairs import TransferPairs
-from fulcrum_router.policy.prefix_index import PrefixIndex
-from fulcrum_router.policy.prompt_limit import ASSUMED_CONTEXT_TOKENS
-from fulcrum_router.policy.rate_limits import RateLimits
-from fulcrum_router.policy.retry_budget import RetryBudget
-from fulcrum_router.policy.tier_reserve import TierReserve
-from fulcrum_router.policy.token_account import TokenAccount, Tokens
-from fulcrum_router.policy.waiting_room import WaitingRoom
+from fulcrum_router.policy.tiers.decode_share import DecodeShare
+from fulcrum_router.policy.tiers.rate_limits import RateLimits
+from fulcrum_router.policy.tiers.tier_reserve import TierReserve
+from fulcrum_router.policy.tiers.token_account import TokenAccount, Tokens
+from fulcrum_router.policy.waiting.waiting_room import WaitingRoom
 from fulcrum_router.policy.work import Work
 
 FLIP_WAIT_S = 0.05

@@ -10,20 +10,20 @@ from collections.abc import Callable
 from typing import Generic
 
 from fulcrum_core.values import AdmissionMode
-from fulcrum_router.policy.admission import Refusal
 from fulcrum_router.policy.dispatch import DispatchReason, FlipProposal
-from fulcrum_router.policy.failures import Failure
+from fulcrum_router.policy.faults.failures import Failure
 from fulcrum_router.policy.journey.context import JourneyContext, V
 from fulcrum_router.policy.journey.protocols import NIXL_PULL, TransferProtocol
 from fulcrum_router.policy.journey.states import Action, LocalPrefillReason, State, StopReason
-from fulcrum_router.policy.kv_lease import max_usable_age_s
+from fulcrum_router.policy.kv_pairs.kv_lease import max_usable_age_s
+from fulcrum_router.policy.kv_pairs.pair_record import PairKey, TransferOutcome
 from fulcrum_router.policy.ledger import DecodeEntry, PendingTransferEntry, PrefillEntry, Reservation
-from fulcrum_router.policy.pair_record import PairKey, TransferOutcome
-from fulcrum_router.policy.prediction import PredictedTtft
+from fulcrum_router.policy.predictions.prediction import PredictedTtft
+from fulcrum_router.policy.predictions.prompt_limit import ASSUMED_CONTEXT_TOKENS
 from fulcrum_router.policy.prefix_index import NO_HITS, Hits
-from fulcrum_router.policy.prompt_limit import ASSUMED_CONTEXT_TOKENS
-from fulcrum_router.policy.token_account import TokenAccount
-from fulcrum_router.policy.waiting_room import Charge
+from fulcrum_router.policy.tiers.admission import Refusal
+from fulcrum_router.policy.tiers.token_account import TokenAccount
+from fulcrum_router.policy.waiting.waiting_room import Charge
 from fulcrum_router.policy.work import Work
 
 # An attribute of an enum is slow to read.

@@ -17,7 +17,7 @@ from fulcrum_router.control.failover import (
     RouterEndpoint,
 )
 from fulcrum_router.fleet.instances import Instance
-from fulcrum_router.policy.estimate import DEFAULT_PREFILL
+from fulcrum_router.policy.predictions.estimate import DEFAULT_PREFILL
 from fulcrum_router.router import Router
 from tests.clocks import LoopClock
 from tests.unit.router.fake_object_api import FakeObjectApi

@@ -14,8 +14,8 @@ from fulcrum_router.counters import TTFT_BUCKETS_S, RequestOutcome
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.policy import PairKey, TransferOutcome
 from fulcrum_router.policy.journey import LocalPrefillReason
-from fulcrum_router.policy.tenant_counts import OTHERS
-from fulcrum_router.policy.tier_reserve import Reserve
+from fulcrum_router.policy.tiers.tenant_counts import OTHERS
+from fulcrum_router.policy.tiers.tier_reserve import Reserve
 from fulcrum_router.router import Router
 from fulcrum_router.settings import Tier
 

@@ -8,7 +8,7 @@ from fulcrum_router.counters import DECODE, PREFILL
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.policy import PairKey, TransferOutcome
 from fulcrum_router.policy.dispatch import DispatchReason
-from fulcrum_router.policy.failures import Failure
+from fulcrum_router.policy.faults.failures import Failure
 from fulcrum_router.router import Router
 
 SERIES_MAX, SERIES_PER_INSTANCE_MAX = 400, 150

@@ -12,8 +12,8 @@ from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.framing import frame_chunk
 from fulcrum_router.http1.upstream import ConnectionPool, EngineConnection
 from fulcrum_router.kv_transfer.verification import KvTransfer
+from fulcrum_router.policy.kv_pairs.pairs import TransferPairs
 from fulcrum_router.policy.ledger import Ledger
-from fulcrum_router.policy.pairs import TransferPairs
 from tests.unit.router.builders import FakeLeg
 
 STATUS = b"HTTP/1.1 200 OK\r\n"

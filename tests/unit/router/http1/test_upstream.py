@@ -3,7 +3,7 @@
 import pytest
 
 from fulcrum_router.http1.upstream import classify_connect_timeout
-from fulcrum_router.policy.failures import Failure
+from fulcrum_router.policy.faults.failures import Failure
 
 
 @pytest.mark.parametrize(

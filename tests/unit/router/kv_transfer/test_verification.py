@@ -9,7 +9,7 @@ from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1.engine_events import Usage
 from fulcrum_router.kv_transfer.verification import KvTransfer, verify_transfer
 from fulcrum_router.policy import TransferOutcome, TransferPairs
-from fulcrum_router.policy.pair_record import HANDSHAKE_TIMEOUT_S
+from fulcrum_router.policy.kv_pairs.pair_record import HANDSHAKE_TIMEOUT_S
 
 TOKENS = 320
 FETCHED = Usage(TOKENS, TOKENS - 16)

@@ -23,7 +23,7 @@ from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import AutoscalingMode, Role, Slo
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.observe.objects import StoreWatcher, load_models
-from fulcrum_router.policy.admission import TierAdmission
+from fulcrum_router.policy.tiers.admission import TierAdmission
 from fulcrum_router.router import Router
 from fulcrum_router.settings import Tier
 from tests.objects import make_object

@@ -16,9 +16,9 @@ from fulcrum_router.policy.deflection import (
     choose_deflection,
 )
 from fulcrum_router.policy.dispatch import FlipProposalRules
-from fulcrum_router.policy.failures import Failure
+from fulcrum_router.policy.faults.failures import Failure
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext, LocalPrefillReason
-from fulcrum_router.policy.learning import LearningInstance
+from fulcrum_router.policy.predictions.learning import LearningInstance
 from tests.unit.router.builders import DECODE, PREFILL, SLO, FakeFleet, FakeInstance, instance, work
 
 TOKENS = 100

@@ -7,8 +7,8 @@ from fulcrum_core.router_state import DemandState
 from fulcrum_core.values import Role
 from fulcrum_router.policy.demand import DEFAULT_OUTPUT_TOKENS, Demand, OutputLengths
 from fulcrum_router.policy.journey import Journey, JourneyContext
+from fulcrum_router.policy.kv_pairs.pairs import TransferPairs
 from fulcrum_router.policy.ledger import Ledger
-from fulcrum_router.policy.pairs import TransferPairs
 from tests.unit.router.builders import FakeFleet, instance, work
 
 

@@ -9,7 +9,8 @@ import pytest
 from fulcrum_core.values import Role
 from fulcrum_router.policy import PairKey, TransferPairs
 from fulcrum_router.policy.dispatch import FlipProposalRules
-from fulcrum_router.policy.failures import Failure
+from fulcrum_router.policy.faults.failures import Failure
+from fulcrum_router.policy.faults.retry_budget import FLOOR
 from fulcrum_router.policy.journey import (
     FLIP_WAIT_BACKOFF_S,
     FLIP_WAIT_S,
@@ -21,8 +22,7 @@ from fulcrum_router.policy.journey import (
     StopReason,
     TransferProtocol,
 )
-from fulcrum_router.policy.prompt_limit import ASSUMED_CONTEXT_TOKENS
-from fulcrum_router.policy.retry_budget import FLOOR
+from fulcrum_router.policy.predictions.prompt_limit import ASSUMED_CONTEXT_TOKENS
 from tests.unit.router.builders import IDENTITY, OTHER_MODEL, SLO, FakeFleet, FakeInstance, instance, work
 
 TOKENS = 100

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 
 from fulcrum_router.policy import TransferPairs
-from fulcrum_router.policy.failures import Failure
+from fulcrum_router.policy.faults.failures import Failure
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext, LocalPrefillReason
-from fulcrum_router.policy.prompt_limit import ASSUMED_CONTEXT_TOKENS
-from fulcrum_router.policy.token_counters import INPUT_WEIGHT, OUTPUT_WEIGHT
+from fulcrum_router.policy.predictions.prompt_limit import ASSUMED_CONTEXT_TOKENS
+from fulcrum_router.policy.tiers.token_counters import INPUT_WEIGHT, OUTPUT_WEIGHT
 from tests.unit.router.builders import FakeFleet, FakeInstance, instance, work
 
 LIMIT = 100_000

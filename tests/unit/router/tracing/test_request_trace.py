@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from fulcrum_core.spans import Span, SpanKind
-from fulcrum_router.policy.latency_parts import PARTS
+from fulcrum_router.policy.predictions.latency_parts import PARTS
 from fulcrum_router.tracing.request_trace import MAX_CLIENT_TRACES_RPS, RequestTracer
 
 PARENT = b"traceparent: 00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-%b\r\n"

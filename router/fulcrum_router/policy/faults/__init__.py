@@ -1,0 +1,1 @@
+"""Failed legs: who caused them, which may be retried, and which instances are ejected for them."""

@@ -1,0 +1,1 @@
+"""The pairs of instances between which KV moves, and the leases of that KV."""

@@ -1,0 +1,1 @@
+"""What tiers and tenants get: admission, reserves, rate limits and fairness."""

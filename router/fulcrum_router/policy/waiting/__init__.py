@@ -1,0 +1,1 @@
+"""Which requests wait in the router, and in which order they leave."""

@@ -1,0 +1,65 @@
+"""Which requests wait for room in decode."""
+
+import pytest
+
+from fulcrum_router.policy.tiers.decode_share import DecodeShare
+from tests.unit.router.builders import FakeInstance, instance
+
+
+def decode(tokens: int, *, capacity: int | None = None, reserved: int = 0) -> FakeInstance:
+    view = instance("d", decoding=tokens, reserved=reserved)
+    view.kv_capacity_tokens = capacity
+    return view
+
+
+@pytest.mark.parametrize(
+    ("instances", "waits"),
+    [
+        pytest.param([], False, id="without decode instances there is nothing to wait for"),
+        pytest.param([decode(3_400)], False, id="a step of nine tenths of the TPOT objective"),
+        pytest.param([decode(3_550)], True, id="a longer step"),
+        pytest.param([decode(3_550), decode(0)], False, id="one instance with room is enough"),
+        pytest.param([decode(600, reserved=100, capacity=1_000)], False, id="four fifths of the KV cache"),
+        pytest.param([decode(600, reserved=110, capacity=1_000)], True, id="more of the KV cache"),
+        pytest.param([decode(0, capacity=50)], False, id="an empty instance takes any request"),
+    ],
+)
+def test_lower_tiers_leave_room_in_decode(instances: list[FakeInstance], waits: bool) -> None:
+    share = DecodeShare()
+    share.set_tiers({0, 10}, tpot_s=0.05)
+    assert share.must_wait(instances, priority=0, tokens=100) is waits
+
+
+@pytest.mark.parametrize(
+    ("instance", "waits"),
+    [
+        pytest.param(decode(1_700), False, id="half of the step"),
+        pytest.param(decode(1_900), True, id="less of the step"),
+        pytest.param(decode(390, capacity=1_000), False, id="half of the KV cache's share"),
+        pytest.param(decode(410, capacity=1_000), True, id="less of the KV cache's share"),
+    ],
+)
+def test_a_long_prompt_needs_no_more_than_half_of_the_room(instance: FakeInstance, waits: bool) -> None:
+    share = DecodeShare()
+    share.set_tiers({0, 10}, tpot_s=0.05)
+    assert share.must_wait([instance], priority=0, tokens=100_000) is waits
+
+
+@pytest.mark.parametrize(
+    ("priorities", "priority"),
+    [
+        pytest.param({0, 10}, 10, id="the highest tier"),
+        pytest.param({0}, 0, id="a service whose tiers have one priority"),
+        pytest.param({-10}, 0, id="a priority above all configured ones"),
+    ],
+)
+def test_nobody_of_the_highest_tier_waits_for_decode(priorities: set[int], priority: int) -> None:
+    share = DecodeShare()
+    share.set_tiers(priorities, tpot_s=0.05)
+    assert not share.must_wait([decode(100_000)], priority=priority, tokens=1)
+
+
+def test_an_objective_that_no_step_meets_holds_nobody() -> None:
+    share = DecodeShare()
+    share.set_tiers({0, 10}, tpot_s=0.005)
+    assert not share.must_wait([decode(100_000)], priority=0, tokens=1)
