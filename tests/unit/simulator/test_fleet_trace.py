@@ -21,6 +21,8 @@ from fulcrum_simulator.workload import load_trace
 FOLDER = os.environ.get("FULCRUM_TRACES")
 SLO = Slo(ttft_s=3.0, tpot_s=0.1)
 PART_S = 600.0
+AS_PUBLISHED = "+direct+nodeflect"
+"""Published systems know neither a waiting room nor deflection."""
 
 pytestmark = [
     pytest.mark.skipif(FOLDER is None, reason="FULCRUM_TRACES does not name a folder of traces"),
@@ -35,7 +37,10 @@ def measure_attainment(policy: str, *, speed: float) -> float:
     recorded = [request for request in whole if request.arrival_s < PART_S]
     load = prepare_load(recorded, scale=1.0, speed=speed, slo=SLO, seed=1)
     options = RunOptions(
-        profile=load_profile("l70-h100-tp4"), instances=8, policy=parse_policy(policy, instances=8), slo=SLO
+        profile=load_profile("l70-h100-tp4"),
+        instances=8,
+        policy=parse_policy(policy + AS_PUBLISHED, instances=8),
+        slo=SLO,
     )
     attainment: float = build_report(simulate(load, options))["attainment"]
     return attainment
