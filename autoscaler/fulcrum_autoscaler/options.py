@@ -23,10 +23,11 @@ class Options:
     namespace: str
     """Namespace of the managed services; "" is every namespace."""
     store: str
-    """Address of the API objects: `unix:PATH`, `kubeconfig:[PATH]` or `in-cluster`."""
+    """Address of the API objects: `unix:PATH`, `kubeconfig:[PATH][#CONTEXT]` or `in-cluster`."""
     router_state: str
     """URL of a router's state port; `{service}` and `{namespace}` are replaced for each service."""
     token_file: Path
+    """File with the bearer token for state ports; read again for each request."""
     state_ca: Path | None
     """Authorities of state ports with TLS, as PEM; None: their certificates are not accepted."""
     host: str
@@ -41,8 +42,10 @@ class Options:
 def parse_options(arguments: Sequence[str] | None) -> Options:
     """Parse and validate `arguments`; None parses the arguments of this process.
 
+    Reads the token file, only to find out early whether it can be read.
+
     Raises:
-        InvalidInput: if a value breaks a rule.
+        InvalidInput: if a value breaks a rule, or the token file is unreadable or empty.
         SystemExit: with code 2 and one line on stderr, if the arguments cannot be parsed.
     """
     parsed = _parser().parse_args(arguments)
@@ -97,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--store",
         required=True,
-        help="address of the API objects: unix:PATH, kubeconfig:[PATH] or in-cluster",
+        help="address of the API objects: unix:PATH, kubeconfig:[PATH][#CONTEXT] or in-cluster",
     )
     add(
         "--router-state",

@@ -97,8 +97,8 @@ class ServiceSettings:
     prefill_to_decode_cooldown_s: float = 0.0
     """Seconds after a flip from prefill to decode in which no other is proposed."""
     prefill_ahead_s: float = _DEFAULT_DISPATCH.prefill_ahead
-    """Prefill work in seconds from which an instance gets no more, see `policy.waiting_room`; infinite: no
-    request waits in the router."""
+    """Prefill work in seconds from which an instance gets no more (`policy.waiting.waiting_room`);
+    infinite: no request waits in the router."""
     deflects: bool = _DEFAULT_DISPATCH.deflect
     """Whether decode instances compute prompts in their spare time; see `policy.deflection`."""
     prefix_aware: bool = False

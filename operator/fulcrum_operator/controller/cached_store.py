@@ -1,6 +1,7 @@
 """Store of the reconcile loop: reads come from the object cache, writes go to the API server.
 
-Only the leader writes. Fields that the API server's CRDs lack are left out of writes (`missing_fields`).
+Only the leader writes. `create` and the patches leave out fields that the API server's CRDs lack
+(`missing_fields`).
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -32,8 +33,8 @@ def check_is_leader(is_leader: Callable[[], bool]) -> None:
 class CachedStore:
     """`fulcrum_core.ports.Store` of the leader.
 
-    The result of a write is in the cache before the call returns. If a write fails because the cache is
-    stale, the object is read again and `Conflict` is raised: reconcile again.
+    The result of a write is in the cache before the call returns. If `create` or a patch fails because the
+    cache is stale, the object is read again and `Conflict` is raised: reconcile again.
 
     Args:
         store: The API server.
@@ -78,7 +79,7 @@ class CachedStore:
             raise Conflict(str(error)) from error
 
     async def apply(self, obj: R, *, manager: str) -> R:
-        """See `Store`."""
+        """See `Store`; with all fields, also those that the CRDs lack."""
         check_is_leader(self._is_leader)
         return self._cache_result(await self._store.apply(obj, manager=manager))
 

@@ -1,6 +1,6 @@
 """The leading operator of a cluster: wires watches, object cache, work queue and reconcile.
 
-`__main__.Candidate` creates it once the process holds the Lease; a standby has none.
+`program.Candidate` creates it once the process holds the Lease; a standby has none.
 """
 
 import asyncio

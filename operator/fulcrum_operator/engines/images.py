@@ -1,7 +1,9 @@
-"""The image of an engine whose manifest names none.
+"""The default images of engines, for manifests that name no image.
 
-`plan/pools` writes it into the launch spec of a pool, so that it is part of the revision: an operator of a
-newer version, with newer defaults, starts replacements like their peers.
+`plan/pools` writes the default into the launch spec of a pool, so that it is part of the revision: an
+operator of a newer version, with newer defaults, starts replacements like their peers. Only in a pool from
+before this field, without a recorded default, each new pod gets the default of its operator
+(`manifests/engine_container`).
 """
 
 from dataclasses import dataclass
@@ -23,7 +25,10 @@ class EngineImages:
     """Image of simulated engines: the operator's own, unless the installation names one."""
 
     def default_for(self, launch_spec: LaunchSpec) -> str | None:
-        """The image for this launch spec; None if there is no default."""
+        """The default image for the engine and hardware of this launch spec; None if there is no default.
+
+        Callers ask only for a launch spec that names no image itself: that is not looked at here.
+        """
         if launch_spec.engine.is_simulated:
             return self.simulated
         hardware = launch_spec.hardware or DEFAULT_HARDWARE

@@ -1,4 +1,8 @@
-"""Prometheus families by QoS tier: outcomes, latencies, where the time went, and decisions on admission."""
+"""Prometheus families about the requests of tiers and tenants; `control.metrics` adds them to a scrape.
+
+By QoS tier: outcomes, latencies, missed objectives, reserves and decisions on admission. By tenant: results.
+The time of requests by latency part has no tier. Everything is counted elsewhere.
+"""
 
 from collections.abc import Iterator
 from itertools import accumulate
@@ -16,7 +20,7 @@ from fulcrum_router.policy.tiers.tier_reserve import TierReserve
 
 
 def build_tier_families(counters: Counters) -> Iterator[Metric]:
-    """Build the families of outcomes and latencies."""
+    """Build the families of outcomes, latencies, latency parts and missed objectives."""
     yield from _build_outcome_families(counters)
     yield from _build_part_families(counters)
 
@@ -112,7 +116,7 @@ def build_tenant_family(tenants: TenantCounts, *, now_s: float) -> Metric:
 
 
 def build_reserve_family(reserve: TierReserve, *, now_s: float) -> Metric:
-    """Build the family of reserved shares."""
+    """Build the family of the shares that tiers have reserved."""
     family = GaugeMetricFamily(
         "fulcrum_router_tier_reserve_ratio",
         "Share of the prefill instances and of the decode KV cache that a tier has reserved, by state: kept "
@@ -151,7 +155,7 @@ def build_admission_families(admission: Admission) -> Iterator[Metric]:
 
 
 def add_histogram(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
-    """Add a histogram with these labels to a family."""
+    """Add a histogram with these label values to a family, with its exemplars."""
     bounds = (*map(str, histogram.bounds), "+Inf")
     buckets: list[tuple[str, float] | tuple[str, float, samples.Exemplar]] = [
         *zip(bounds, accumulate(map(float, histogram.counts)), strict=True)

@@ -1,4 +1,4 @@
-"""The exception that legs raise; why they fail is `policy.failures`."""
+"""The exception that legs raise; `policy.faults.failures` has the causes."""
 
 from fulcrum_router.policy.faults.failures import Failure
 

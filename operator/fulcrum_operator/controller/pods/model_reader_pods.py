@@ -37,7 +37,7 @@ _log = structlog.get_logger()
 
 
 class ModelReaderPods:
-    """Creates, reads and deletes model reader pods, at most one for each service; a `reconcile.ModelReader`.
+    """Creates, reads and deletes model reader pods, at most one for each service; a `context.ModelReader`.
 
     Args:
         objects: API to create and delete pods with.

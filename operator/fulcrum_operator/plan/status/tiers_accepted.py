@@ -1,8 +1,9 @@
-"""The condition TiersAccepted: the named QoSTiers exist, and whose requests belong to which is clear.
+"""The condition TiersAccepted: the QoSTiers that the service names exist, and each request belongs to one.
 
-Tenants and API keys that two tiers match, reserves above 1 in all, networks that are none, and API keys
-without effect make it False. The API keys are in a Secret that the operator may not read: the router reports
-their problems.
+It is False if a tier is missing, if two tiers match the same tenant or API key, if the reserves of the tiers
+sum to more than 1, if a trusted proxy is not a valid network, or if API keys have no effect. The API keys are
+in a Secret that the operator may not read: the router reports their problems. Without a report, the problems
+that the condition had before are kept.
 """
 
 import math
@@ -18,7 +19,10 @@ _OPEN = "; any client may name tenant and tier, since spec.router.auth is not se
 
 
 def tiers_accepted(service: PDService, tiers: Iterable[QoSTier], router: RouterState | None) -> Condition:
-    """The condition, given the QoSTiers in the service's namespace and the router's report."""
+    """The condition, with the first kind of problem that is found.
+
+    `tiers` are those of the service's namespace, `router` is the router's report if there is one.
+    """
     named, known = service.spec.qos_tiers, {tier.metadata.name: tier for tier in tiers}
     for reason, problems in (
         (conditions.TIER_NOT_FOUND, _find_missing(service, known)),
@@ -80,6 +84,6 @@ def _find_access_problems(service: PDService, router: RouterState | None) -> Ite
             yield f"trustedProxies: {text} is not a network such as 10.0.0.0/8"
     if router is not None:
         yield from router.access_problems
-    elif auth.api_keys is not None:  # not known now: as it was
+    elif auth.api_keys is not None:  # no report now: keep the last problems
         before = (c for c in service.status.conditions if c.reason == conditions.INVALID_ACCESS)
         yield from (condition.message for condition in before)

@@ -80,14 +80,14 @@ class Journey(JourneyChoices[V]):
         """The request has arrived, and its body is read.
 
         Refuses it if its tenant is over the rate limit, and makes the first choice; admission is a part of
-        that. A prompt longer than any engine takes counts as the longest (`policy.prompt_limit`).
+        that. A prompt longer than any engine takes counts as the longest (`policy.predictions.prompt_limit`).
         """
         context = self._context
         if self.work.prompt_tokens > SHORT_PROMPT_TOKENS:
             candidates = context.fleet.candidates
             self.work = cap_prompt(self.work, chain(candidates.decode, candidates.other_role))
         self._find_hits()
-        if self.work.tier in context.rate_limits.by_tier and self._is_over_limit(now_s):
+        if self.work.tier in context.rate_limits.by_tier and not self._take_from_rate_limit(now_s):
             return self._end(now_s, Action.FAIL)
         if self._is_judged:
             context.record_admitted(self.work, now_s)

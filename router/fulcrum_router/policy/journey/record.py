@@ -2,7 +2,7 @@
 
 This is the first layer of `Journey`; the others decide how its attributes change. Entries are released here,
 in one place, so that nothing is left in a ledger whatever way the journey ends. The tenant's tokens are taken
-and settled here, too (`policy.token_account`).
+and settled here, too (`policy.tiers.token_account`), and the prefix index is asked and updated.
 """
 
 import math
@@ -206,15 +206,15 @@ class JourneyRecord(Generic[V]):
         """Predicted time to compute the prompt in the decode leg; None: it is computed already."""
         return None if self._local_entry is None else self._local_entry.predicted_s
 
-    def _is_over_limit(self, now_s: float) -> bool:
-        """Take the request's tokens from the rate limit of its tenant; whether it is refused."""
+    def _take_from_rate_limit(self, now_s: float) -> bool:
+        """Take the request's tokens from its tenant's rate limit; False: they exceed it and it is refused."""
         account = self._open_account()
         self.refusal = self._context.take_tokens(self.work, account.taken.total, now_s)
         if self.refusal is not None:
             self.stop_reason = StopReason.REFUSED
-            return True
+            return False
         self._account, self._is_limited = account, True
-        return False
+        return True
 
     def _open_account(self) -> TokenAccount:
         return self._context.open_account(self.work, limits_output=not self._has_turns)
