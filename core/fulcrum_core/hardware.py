@@ -84,7 +84,7 @@ class HardwareFacts:
 
     @property
     def supports_fp8(self) -> bool:
-        """Whether it multiplies in FP8: Ada and later, and MI300."""
+        """Whether it multiplies in FP8: Ada and later, and each AMD device, since MI300 and MI325X do."""
         return self.compute_capability >= 89 or self.vendor is Vendor.AMD
 
     @property

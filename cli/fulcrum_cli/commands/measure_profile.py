@@ -1,4 +1,4 @@
-"""`fulcrum profile`: measures a running engine, and writes an engine profile that simulations can use."""
+"""`fulcrum profile`: measures one or two running engines, and writes an engine profile for simulations."""
 
 import asyncio
 import sys
@@ -35,6 +35,7 @@ class ProfileOptions:
     """The options, as typed."""
 
     urls: tuple[str, ...]
+    """The engine to measure, and if given a second one to which it transfers KV."""
     model_config: Path
     out: Path
     device: str | None

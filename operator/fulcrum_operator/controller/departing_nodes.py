@@ -1,7 +1,7 @@
 """Learns which nodes are about to be drained or deleted, from their cordons and taints.
 
 `kubectl drain` cordons a node before it evicts pods. Node autoscalers and handlers of termination notices add
-a taint first. Only departures are kept of the nodes that the watch reports.
+a taint first. The operator watches all nodes, and keeps only the departures.
 """
 
 import asyncio
@@ -32,7 +32,8 @@ DELETION_TAINTS = frozenset(
 )
 """Keys of the taints of nodes that will be deleted, by node autoscalers, AWS, GKE and AKS.
 
-`DeletionCandidateOfClusterAutoscaler` is none: most candidates stay, and pods may still be placed there.
+`DeletionCandidateOfClusterAutoscaler` is not among them: most candidates stay, and pods may still be placed
+there.
 """
 
 Event = tuple[EventType, Object]
@@ -65,7 +66,7 @@ class DepartingNodes(Reflector[Event]):
     def departures(self) -> Mapping[str, NodeDeparture]:
         """The departures; empty while nodes may not be listed and watched.
 
-        A list alone is outdated soon: instances would move, and back when the watch is refused.
+        A list without a watch is soon outdated and does not count: instances would move, and then move back.
         """
         return MappingProxyType(self._found if self.allowed else {})
 
@@ -148,7 +149,7 @@ def keep_read_fields(node: Object) -> Object:
 
 
 def find_departure(node: Object, *, now_s: float) -> NodeDeparture | None:
-    """The node's departure, known from now on by its cordon or a taint; None if it stays."""
+    """The node's departure, known since `now_s`; None if it has neither a cordon nor such a taint."""
     spec = node.get("spec", {})
     taints = {taint["key"] for taint in spec.get("taints") or ()}
     deletion = min(taints & DELETION_TAINTS, default=None)

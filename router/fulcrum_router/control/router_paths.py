@@ -1,6 +1,6 @@
 """Paths of the clients' port that the router answers without an engine: models, health, readiness.
 
-`/health` has always status 200; `/ready` has 503 until an instance serves.
+`/health` has always status 200; `/ready` has 503 unless an instance serves and the router is not stopping.
 """
 
 import orjson

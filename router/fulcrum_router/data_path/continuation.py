@@ -1,8 +1,10 @@
 """What is kept of one stream, so that another engine can go on with it: the request, and the text so far.
 
-Kept from the first byte on, for sound requests only (see `http1.continued_streams`). A stream of which more
-than `MAX_STREAM_BYTES` would be kept, or for which `KeptBytes` or `RequestMemory` has no room, is not
-continued. The text goes nowhere but into the request to the next engine.
+`ServedRequest` creates a `Continuation` at the first byte of every stream, and asks it for the body of the
+next request when the engine fails. Then the journey decides whether another engine is tried. Request and text
+are kept for sound requests only (see `http1.continued_streams`), else just the outcome to count. A stream of
+which more than `MAX_STREAM_BYTES` would be kept, or for which `KeptBytes` or `RequestMemory` has no room, is
+not continued. The text is written nowhere but into the request to the next engine.
 """
 
 from collections.abc import Mapping
@@ -26,7 +28,7 @@ _UNREAD_BYTES = 4_096
 
 
 class Continuation:
-    """One stream that another engine can go on with."""
+    """One stream that another engine can go on with, while `output` is not None. The owner calls `forget`."""
 
     __slots__ = (
         "_chat",
@@ -91,7 +93,7 @@ class Continuation:
         self.outcome = ContinuationOutcome.NOT_KEPT
 
     def build_body(self) -> bytes | None:
-        """Build the body of the request for the rest, and prepare `stream` for it; None: it cannot be had."""
+        """Build the body of the request for the rest, and prepare `stream` for it; None: there is none."""
         output = self._output
         if output is None or not self._hold(output):
             return None
@@ -117,7 +119,7 @@ class Continuation:
         return True
 
     def release_body(self) -> None:
-        """No leg needs the request for the rest again."""
+        """Free the memory of the request for the rest: no leg needs it again."""
         self._memory.release(self._held_bytes)
         self._held_bytes = 0
 

@@ -1,8 +1,8 @@
 """The decode leg: one attempt to have the output generated and forwarded to the client.
 
-`DecodeResponse` forwards the bytes. This module sends the request, records the leg's KV transfer as pending
-on the instance, verifies the transfer when the response is complete, and reports the end of the leg to the
-journey. If the engine may still fetch the KV too late, it rotates the cache salt of the instance.
+`DecodeResponse` forwards the bytes. This module sends the request, adds the leg's KV transfer to the incoming
+transfers of the instance, verifies the transfer when the response is complete, and reports the end of the leg
+to the journey. If the engine may still fetch the KV too late, it rotates the cache salt of the instance.
 """
 
 import asyncio
@@ -134,7 +134,7 @@ class DecodeLeg:
         )
 
     def _expect_response(self, connection: EngineConnection) -> DecodeResponse:
-        """Create the response on this connection, and record the leg's transfer as pending."""
+        """Create the response on this connection, and add the leg's transfer to the incoming ones."""
         request, instance, transfer = self._request, self._instance, self._transfer
         self.response = response = DecodeResponse(
             connection,
@@ -213,7 +213,7 @@ class DecodeLeg:
 
     @property
     def max_response_s(self) -> float:
-        """See `policy.whole_response`."""
+        """See `ResponseObserver`; `policy.whole_response` computes it."""
         return compute_max_response_s(
             first_byte_timeout_s=self._request.timeouts.first_byte_s, max_output_tokens=self.max_output_tokens
         )
@@ -237,7 +237,10 @@ class DecodeLeg:
         return max(0, tokens - response.entry.output_tokens)
 
     def extend_deadline(self, now_s: float) -> float:
-        """Wait for a whole response as long as its engine makes progress; see `policy.whole_response`."""
+        """Return until when to wait for a whole response: as long as its engine makes progress.
+
+        See `policy.whole_response`. Returns `now_s` for a stream, which is not waited for any longer.
+        """
         request, response = self._request, self.response
         first_byte_s = request.timeouts.first_byte_s
         if response is None or is_stream(request.body.fields):

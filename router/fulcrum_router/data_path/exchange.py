@@ -2,8 +2,8 @@
 
 It carries out the actions of the request's journey (`policy.journey`), which decides what is sent where. It
 responds to the client where no engine does. At the end it counts the outcome and the latencies, and writes
-the request into the flight recorder and its trace. `PrefillLeg` and `DecodeLeg` talk to the engines.
-`downstream` starts and cancels the exchange; `pass_through` serves other paths.
+the request into the flight recorder, the access log and its trace. `PrefillLeg` and `DecodeLeg` talk to the
+engines. `downstream` starts and cancels the exchange; `pass_through` serves other paths.
 """
 
 import asyncio
