@@ -3,7 +3,8 @@
     make bench NAME=engine_kills ARGS="[--seconds N] [--rate R] [--tokens N] [--seed N]"
 
 Four prefill and four decode instances (simulated engines). The streams are sound: greedy plain text, half of
-them chats. Printed: streams by how they ended for their client, and failures after the first byte by outcome.
+them chats. Printed: streams by how they ended for their client, failures after the first byte by outcome, and
+the reasons for which requests were not tried again.
 
 Exit code 1 if a request failed before its first byte, if less than 95 % of the streams that lost their engine
 went on with another, if one ended without an error event, or if a text is not the uninterrupted one.
@@ -41,6 +42,7 @@ CONTINUED_MIN = 0.95
 _HOST, _DEADLINE_S = "127.0.0.1", 60.0
 _REPORT = re.compile(rb"(pid|ready) (\{[^}]*\})")
 _OUTCOME = re.compile(r'fulcrum_router_stream_continuations_total\{outcome="(\w+)"\} (\d+)')
+_REASON = re.compile(r'fulcrum_router_stopped_requests_total\{reason="(\w+)"\} (\d+)')
 
 
 class EngineHost:
@@ -206,10 +208,14 @@ def _judge(received: bytes, expected: str) -> str:
     return f"error event ({orjson.loads(events[-1])['error'].get('message')})"
 
 
-def read_outcomes(metrics_port: int) -> dict[str, int]:
-    """Read how streams went on whose engine failed."""
-    with urllib.request.urlopen(f"http://{_HOST}:{metrics_port}/metrics", timeout=10) as page:
-        return {name: int(count) for name, count in _OUTCOME.findall(page.read().decode())}
+def read_outcomes(metrics_port: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Read how streams went on whose engine failed, and why requests were not tried again."""
+    with urllib.request.urlopen(f"http://{_HOST}:{metrics_port}/metrics", timeout=10) as response:
+        page = response.read().decode()
+    outcomes, reasons = (
+        {name: int(count) for name, count in pattern.findall(page)} for pattern in (_OUTCOME, _REASON)
+    )
+    return outcomes, reasons
 
 
 async def run(seconds: float, rate: float, tokens: int, seed: int) -> int:
@@ -222,14 +228,14 @@ async def run(seconds: float, rate: float, tokens: int, seed: int) -> int:
             ends = await send_streams(router.port, rate=rate, tokens=tokens, seconds=seconds, rng=rng)
             killed = await killing
             await asyncio.sleep(1.1)  # a page of metrics is rendered once a second
-            outcomes = await asyncio.to_thread(read_outcomes, router.metrics_port)
+            outcomes, reasons = await asyncio.to_thread(read_outcomes, router.metrics_port)
     failed = sum(count for end, count in ends.items() if end.startswith("failed"))
     broken = sum(outcomes.values())
     share = outcomes.get("continued", 0) / broken if broken else 0.0
     print(f"{killed} engines killed in {seconds:.0f} s; seed {seed}")
     print(f"{sum(ends.values())} streams: " + ", ".join(f"{n} {end}" for end, n in ends.most_common()))
     print(f"{broken} failures after the first byte: {outcomes}; continued: {share:.1%}")
-    print(f"failed before the first byte: {failed}")
+    print(f"failed before the first byte: {failed}; not tried again: {reasons}")
     met = failed == 0 and share >= CONTINUED_MIN and not ends["cut off"] and not ends["wrong text"]
     return 0 if met else 1
 

@@ -184,9 +184,9 @@ def _build_leg_families(counters: Counters) -> Iterator[Metric]:
 def _build_counter_families(counters: Counters) -> Iterator[Metric]:
     yield _build_counter_by_label(
         "stopped_requests",
-        "Requests that failed, by the reason for which they were not tried again: no_instance, attempts, "
-        "query_of_death (two engines died), retry_budget, too_long, full (waiting room), refused (not "
-        "admitted, or over a rate limit).",
+        "Requests that failed, and streams that were not continued, by the reason for which they were not "
+        "tried again: no_instance, attempts, query_of_death (two engines died), retry_budget, too_long, full "
+        "(waiting room), refused (not admitted, or over a rate limit).",
         "reason",
         counters.stopped_requests,
     )

@@ -338,6 +338,8 @@ class Exchange:
         continuation = request.continuation
         if continuation is not None:
             request.router.counters.continuations[continuation.outcome] += 1
+        if request.journey.stop_reason is not None:
+            request.router.counters.stopped_requests[request.journey.stop_reason] += 1
         detail = "" if request.failed is None else f": {request.failed.detail}"
         message = f"the engine failed during the stream{detail}"
         last = b""

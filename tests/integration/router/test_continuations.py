@@ -12,6 +12,7 @@ import yaml
 from fulcrum_core.profiles import load_profile
 from fulcrum_router.counters import ContinuationOutcome, RequestOutcome
 from fulcrum_router.data_path import chunk_buffer, continuation
+from fulcrum_router.policy.journey import StopReason
 from fulcrum_simulator.text import output_text, prompt_digest, render_chat
 from tests.integration.router.fake_engines import (
     FakeEngine,
@@ -191,6 +192,19 @@ async def test_a_stream_that_breaks_twice_is_continued_twice(client: aiohttp.Cli
         assert (received.text, received.done, received.error_code) == ("".join(WORDS), True, None)
         assert continuations(world) == {"continued": 2}
         assert received.usage == {"prompt_tokens": 10, "total_tokens": 16, "completion_tokens": 6}
+
+
+async def test_a_stream_by_which_two_engines_died_ends_and_its_reason_is_counted(
+    client: aiohttp.ClientSession,
+) -> None:
+    third = FakeEngine("d3", decode=stream_rest)
+    async with run_router(*engines(second=stream_words(3, 4, close_connection)), third) as world:
+        world.router.fleet["d3"].health.record_error()
+        world.router.fleet["d3"].update_error_share()
+        received = await request(client, world.url(), SOUND)
+        assert (received.text, received.error_code, third.decodes) == ("".join(WORDS[:4]), 502, [])
+        assert continuations(world) == {"continued": 1, "failed": 1}
+        assert world.router.counters.stopped_requests == {StopReason.QUERY_OF_DEATH: 1}
 
 
 async def test_a_late_transfer_of_a_leg_that_continues_a_stream_rotates_the_cache_salt(
