@@ -239,8 +239,17 @@ class Router:
         if failure in _GONE:
             if health.eject(now_s=now_s, judged=False, unresponsive=unresponsive):
                 self.record_ejection(instance, failure)
+                if failure is Failure.REFUSED:
+                    self.record_death(instance)
         elif too_many and self.fleet.eject_by_judgement(instance, failure, now_s=now_s):
             self.record_ejection(instance, failure)
+
+    def record_death(self, instance: Instance) -> None:
+        """Count the death of an engine since its last answered probe, unless its legs have shown it."""
+        if instance.answered_at_s is not None:
+            self.journeys.engine_deaths.record_found(
+                instance.name, since_s=instance.answered_at_s, now_s=time.monotonic()
+            )
 
     def rotate_cache_salt(self, instance: Instance, cache_salt: str | None) -> None:
         """Stop using the prefix cache that an instance filled under `cache_salt`: it may hold wrong KV.

@@ -89,7 +89,8 @@ class RouterServer:
         self, bound: socket.socket, *, tls: ssl.SSLContext | None = None
     ) -> AsyncIterator[None]:
         """Serve clients on a bound socket inside the block; at its end, requests in flight get `grace_s`."""
-        prober = EngineProber(self.router.fleet, on_ejection=self.router.record_ejection)
+        router = self.router
+        prober = EngineProber(router.fleet, on_ejection=router.record_ejection, on_death=router.record_death)
         async with (
             _keep_running(self.router, "time-outs", self._check_deadlines),
             _keep_running(self.router, "probes", prober.run),

@@ -57,6 +57,7 @@ class Instance(LearningInstance):
         "_identity",
         "_role",
         "_serving",
+        "answered_at_s",
         "assigned",
         "cache_salt",
         "connection_pool",
@@ -85,6 +86,9 @@ class Instance(LearningInstance):
         "tokens_computed",
         "wait_causes",
     )
+
+    answered_at_s: float | None
+    """When the last probe that was answered was sent, in monotonic seconds; None: none was answered."""
 
     def __init__(
         self,
@@ -145,7 +149,7 @@ class Instance(LearningInstance):
         """Part of every prompt's cache_salt: prefix-cache entries with another salt are not used."""
         self.reports_cached_tokens = False
         """Whether the engine has ever reported cached tokens: then a missing count means zero."""
-        self.missed_probes = 0
+        self.missed_probes, self.answered_at_s = 0, None
 
     @property
     def role(self) -> Role:
@@ -198,7 +202,7 @@ class Instance(LearningInstance):
         self.engine_waiting = self.kv_capacity_tokens = self.context_tokens = None
         self.reports_cached_tokens, self.cache_salt, self.reported_block_size = False, "", None
         self.incoming_transfers = IncomingTransfers()
-        self.tokens_computed, self.progress_at_s = None, 0.0
+        self.tokens_computed, self.progress_at_s, self.answered_at_s = None, 0.0, None
         self.wait_causes = WaitCauses()
         self.update_serving()
         return True

@@ -5,9 +5,10 @@ An ejected instance gets requests for `/health` instead, at growing intervals. `
 latency model of decode.
 
 The metrics hold what the data path cannot measure: inter-token latency of requests that are not streamed, KV
-cache use and size, expired KV transfers, and the requests of other routers. The longest context is read once,
-from `/v1/models`. A probe uses the instance's connection pool, as requests do. Each probe also lets the
-instance's old errors decay (`Health.decay`).
+cache use and size, expired KV transfers, and the requests of other routers. They also show that an engine has
+died and was started again: it counts its tokens anew. The longest context is read once, from `/v1/models`. A
+probe uses the instance's connection pool, as requests do. Each probe also lets the instance's old errors
+decay (`Health.decay`).
 """
 
 import asyncio
@@ -73,6 +74,8 @@ class EngineProber:
     Args:
         fleet: Instances to probe, added and removed by others.
         on_ejection: Called with an instance that a probe has ejected, and the reason as a metric label.
+        on_death: Called with an instance whose engine has died since its last answered probe; again at each
+            probe that finds that.
     """
 
     def __init__(
@@ -80,8 +83,9 @@ class EngineProber:
         fleet: Fleet,
         *,
         on_ejection: Callable[[Instance, str], None],
+        on_death: Callable[[Instance], None],
     ) -> None:
-        self._fleet, self._on_ejection = fleet, on_ejection
+        self._fleet, self._on_ejection, self._on_death = fleet, on_ejection, on_death
         self._outliers = OutlierDetector(fleet, on_ejection=on_ejection)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -140,7 +144,7 @@ class EngineProber:
         self, instance: Instance, pool: ConnectionPool, previous: LatencySums | None
     ) -> LatencySums | None:
         """Read the metrics of an instance into its record; returns its latency sums."""
-        requested_at_s = time.time()
+        requested_at_s, began_s = time.time(), time.monotonic()
         try:
             status, text = await fetch_page(pool, b"/metrics")
         except LegFailed as failed:
@@ -153,7 +157,11 @@ class EngineProber:
             return None  # the endpoint changed during the request: the response is from another engine
         instance.missed_probes = 0
         instance.engine_requests, instance.engine_read_at_s = read_request_count(text), requested_at_s
-        instance.record_progress(read_tokens_computed(text), now_s=time.monotonic())
+        tokens, tokens_before = read_tokens_computed(text), instance.tokens_computed
+        if tokens is not None and tokens_before is not None and tokens < tokens_before:
+            self._on_death(instance)  # and was started again since
+        instance.record_progress(tokens, now_s=time.monotonic())
+        instance.answered_at_s = began_s
         instance.kv_usage = sum_samples(text, KV_USAGE)
         instance.engine_waiting, instance.kv_capacity_tokens = (
             read_waiting_count(text),
@@ -174,6 +182,8 @@ class EngineProber:
         instance.missed_probes += 1
         instance.itl_s = instance.kv_usage = instance.engine_requests = None
         instance.engine_waiting = None
+        if failure is Failure.REFUSED:
+            self._on_death(instance)
         if instance.missed_probes < MISSED_PROBES_TO_EJECT and failure is not Failure.UNREACHABLE:
             return
         if instance.health.eject(
@@ -186,7 +196,7 @@ class EngineProber:
         pool = instance.connection_pool
         if pool is None or time.monotonic() < instance.health.probe_at_s:
             return
-        unresponsive = False
+        unresponsive, began_s = False, time.monotonic()
         try:
             status, _ = await fetch_page(pool, b"/health")
         except LegFailed as failed:
@@ -198,6 +208,8 @@ class EngineProber:
             instance.health.record_failed_probe(time.monotonic(), unresponsive=unresponsive)
             return
         instance.missed_probes = 0
+        # Tokens of an engine that has died meanwhile: that death is known.
+        instance.answered_at_s, instance.tokens_computed = began_s, None
         if instance.health.record_probe(now_s=time.monotonic()):
             instance.update_serving()
             log.info("instance readmitted", instance=instance.name)

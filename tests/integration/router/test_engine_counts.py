@@ -1,6 +1,7 @@
 """Requests in an engine by its own count, which includes those of other routers, in the router's state."""
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 
 from fulcrum_core.router_state import InstanceState
@@ -48,6 +49,19 @@ async def test_an_engine_that_does_not_respond_or_was_removed_counts_as_idle() -
             None,
             True,
         )
+
+
+def tokens(computed: int) -> bytes:
+    return b"vllm:prompt_tokens_total %d\nvllm:generation_tokens_total 0\n" % computed
+
+
+async def test_an_engine_that_counts_its_tokens_anew_has_died() -> None:
+    async with run_router(FakeEngine("d", metrics=tokens(100))) as world:
+        instance, deaths = world.router.fleet["d"], world.router.journeys.engine_deaths
+        for computed, died in ((100, 0), (101, 0), (10, 1), (20, 1)):
+            world["d"].metrics = tokens(computed)
+            await wait_until(lambda: instance.tokens_computed == computed, "the engine's count")  # noqa: B023  # awaited here
+            assert deaths.count(time.monotonic()) == died
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Engines that died in the last seconds.
 
-If many die, a request can lose two of them by chance: it may lose more before it is a query of death.
+If many die, a request can lose two of them by chance: it may lose more before it is a query of death. The
+deaths of engines without legs count, too. Only probes and refused connections show those.
 """
 
 WINDOW_S = 10.0
@@ -23,6 +24,15 @@ class EngineDeaths:
         deaths = self._deaths
         if any(name == instance and now_s - at_s < SAME_END_S for at_s, name in deaths[-16:]):
             return
+        self._add(instance, now_s)
+
+    def record_found(self, instance: str, *, since_s: float, now_s: float) -> None:
+        """Record that the engine of `instance` has died since `since_s`, unless that is known."""
+        if not any(name == instance and at_s >= since_s for at_s, name in self._deaths):
+            self._add(instance, now_s)
+
+    def _add(self, instance: str, now_s: float) -> None:
+        deaths = self._deaths
         deaths.append((now_s, instance))
         if len(deaths) > _MAX_DEATHS or now_s - deaths[0][0] > WINDOW_S:
             self._deaths = [death for death in deaths if now_s - death[0] <= WINDOW_S][-_MAX_DEATHS:]

@@ -1,12 +1,18 @@
-"""Latency of an engine between two probes."""
+"""What probes find out about engines: latency, the longest context, deaths."""
 
 import asyncio
+import time
 
 import pytest
 
+from fulcrum_core.values import Role
+from fulcrum_router.counters import PREFILL
 from fulcrum_router.fleet.engine_metrics import read_context_tokens
 from fulcrum_router.fleet.instances import Fleet, Instance
+from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.observe.engines import EngineProber, LatencySums
+from fulcrum_router.router import Router
+from tests.unit.router.builders import make_serving
 
 
 @pytest.mark.parametrize(
@@ -52,7 +58,7 @@ def test_the_longest_context_is_that_of_the_models(page: bytes, tokens: int | No
 async def test_a_probe_task_that_has_ended_is_started_again() -> None:
     fleet = Fleet()
     fleet.add(Instance("d-0"))
-    prober = EngineProber(fleet, on_ejection=lambda *_: None)
+    prober = EngineProber(fleet, on_ejection=lambda *_: None, on_death=lambda _: None)
     prober._sync_tasks()
     ended = prober._tasks["d-0"]
     ended.cancel()
@@ -61,3 +67,22 @@ async def test_a_probe_task_that_has_ended_is_started_again() -> None:
     started = prober._tasks["d-0"]
     started.cancel()
     assert started is not ended
+
+
+@pytest.mark.parametrize(("answered", "deaths"), [(True, 1), (False, 0)])
+@pytest.mark.parametrize("by", ["probes", "a leg"])
+def test_an_engine_has_died_that_answered_and_refuses_connections(
+    by: str, *, answered: bool, deaths: int
+) -> None:
+    """One that has never answered is not up yet."""
+    router, instance = Router(), make_serving("p0", Role.PREFILL)
+    router.fleet.add(instance)
+    instance.answered_at_s = time.monotonic() if answered else None
+    if by == "probes":
+        prober = EngineProber(router.fleet, on_ejection=router.record_ejection, on_death=router.record_death)
+        for _ in range(2):
+            prober._record_missed_probe(instance, instance.require_connection_pool(), Failure.REFUSED)
+    else:
+        failed = LegFailed(Failure.REFUSED, "no connection", may_have_started=False)
+        router.record_leg_failure(instance, PREFILL, failed)
+    assert router.journeys.engine_deaths.count(time.monotonic()) == deaths

@@ -334,6 +334,40 @@ def test_all_legs_of_one_engine_that_dies_are_one_death() -> None:
     assert context.engine_deaths.count(10.2) == 0
 
 
+def lose_stream(journey: Journey[FakeInstance], now_s: float) -> Action:
+    """The stream has its first byte, and its decode engine dies."""
+    journey.first_byte(now_s)
+    action = journey.decode_failed(now_s, Failure.CLOSED, delivered_tokens=3)
+    return answer(journey, now_s) if action is Action.SEND_PREFILL else action
+
+
+@pytest.mark.parametrize(("found", "stop"), [(2, StopReason.QUERY_OF_DEATH), (3, None)])
+def test_deaths_of_engines_without_legs_let_a_stream_lose_more_engines(
+    found: int, stop: StopReason | None
+) -> None:
+    """Of eight engines one is killed each second: few of the others have a leg that shows it."""
+    context = make_context(*(instance(f"{role}{n}") for role in "pd" for n in range(1, 5)))
+    for n in range(found):
+        context.engine_deaths.record_found(f"p{n + 1}", since_s=0.0, now_s=0.1)
+    journey = begin_decode(context)
+    lose_stream(journey, 1.0)
+    lose_stream(journey, 2.0)
+    assert (journey.stop_reason, journey.state is State.DONE) == (stop, stop is not None)
+
+
+def test_engines_that_probes_find_dead_after_a_request_are_not_others() -> None:
+    """Else a request that kills its engines would excuse itself."""
+    context = make_context(*(instance(f"{role}{n}") for role in "pd" for n in range(1, 5)))
+    journey = begin_decode(context)
+    for now_s in (1.0, 2.0):
+        assert journey.decode_instance is not None
+        name = journey.decode_instance.name
+        lose_stream(journey, now_s)
+        for later_s in (0.1, 0.5):
+            context.engine_deaths.record_found(name, since_s=now_s - 0.5, now_s=now_s + later_s)
+    assert (journey.stop_reason, context.engine_deaths.count(2.5)) == (StopReason.QUERY_OF_DEATH, 2)
+
+
 def test_a_response_that_is_too_large_is_not_computed_by_a_second_prefill_instance() -> None:
     context = make_context()
     journey, _ = begin(context)
