@@ -3,16 +3,17 @@
 With S_D the TPOT objective, I(x) the time of a decode step over x KV tokens, and T(n) the time of a prompt
 among decodes:
 
-    T(n) ≤ 15·S_D                one stall: an engine computes up to its token budget of a prompt in one step
-    T(n) ≤ m·(0.8·S_D − I(x))/4  a quarter of the time that an answer of m tokens, the mean, has to spare
-    φ = 1 − I(x)/(0.8·S_D) > 0   share of the time that the decodes can spare
-    T(n)/φ ≤ 60 s                time in which they have caught up with their objective after the prompt
+    T(n) ≤ 15·S_D               one stall: an engine computes up to its token budget of a prompt in one step
+    φ = 1 − I(x)/(0.8·S_D) > 0  share of the time that the decodes can spare
+    T(n)/φ ≤ 60 s               time in which they have caught up with their objective after the prompt
+    c + T(n)/φ ≤ m·0.8·S_D/4    the same, with the time c that earlier prompts still need
 
-The objective is a mean over the tokens of a request: one long stall does not miss it, many do. Therefore an
-instance gets the next prompt when it has nearly caught up. The prompt must fit into the KV cache, and end in
-time. A request is deflected if the best prefill instance would end its prompt in the last third of the TTFT
-objective or later, and the decode instance sooner: without such a margin, the spare time of decode stays
-unused until it is too late.
+The last bound is a quarter of the time for an answer of m tokens, the mean. The objective is a mean over the
+tokens of a request: one long stall does not miss it, many do. Therefore an instance gets the next prompt when
+it has nearly caught up (c ≤ 1 s), and with short answers all prompts that it has not caught up with count as
+one stall. The prompt must fit into the KV cache, and end in time. A request is deflected if the best prefill
+instance would end its prompt in the last third of the TTFT objective or later, and the decode instance
+sooner: without such a margin, the spare time of decode stays unused until it is too late.
 
 With `dispatch.deflect` the journey asks (`journey.eligible`): when a request is about to be sent to a prefill
 instance, and again while it waits. `Ledger.deflect` then remembers when the decodes will have caught up.
@@ -28,7 +29,7 @@ from fulcrum_router.policy.work import Work
 STALL_MAX = 15.0
 """Longest stall, in TPOT objectives. With 100 ms it is 1.5 s, a prompt of 16,000 tokens on four H100."""
 STALL_SHARE = 0.25
-"""Share of the spare time of a mean answer that one stall may take: half of the answers are shorter."""
+"""Share of the spare time of a mean answer that stalls may take: half of the answers are shorter."""
 BATCH_FULL = 0.8
 """Share of the TPOT objective that decode with all stalls may use; the rest is for wrong predictions."""
 KV_FULL = 0.9
@@ -81,8 +82,8 @@ def choose_deflection(
     for instance in instances:
         if instance.role is not Role.DECODE or instance.name in exclude:
             continue
-        recovery_s = _predict_recovery_s(instance, work, now_s, by_s, output_tokens)
-        if recovery_s is None:
+        recovery_s = _predict_recovery_s(instance, work, now_s, by_s)
+        if recovery_s is None or not _bears_stalls(instance, work, now_s, recovery_s, output_tokens):
             continue
         found = max(now_s, instance.ledger.caught_up_at_s) + recovery_s, instance.name, recovery_s
         if best is None or found < best:
@@ -90,9 +91,15 @@ def choose_deflection(
     return None if best is None else Deflection(best[1], best[2])
 
 
-def _predict_recovery_s(
-    instance: InstanceView, work: Work, now_s: float, by_s: float, output_tokens: float
-) -> float | None:
+def _bears_stalls(
+    instance: InstanceView, work: Work, now_s: float, recovery_s: float, output_tokens: float
+) -> bool:
+    """Whether a mean answer bears this stall, and those that the instance has not caught up with."""
+    behind_s = max(0.0, instance.ledger.caught_up_at_s - now_s)
+    return behind_s + recovery_s <= STALL_SHARE * output_tokens * BATCH_FULL * work.slo.tpot_s
+
+
+def _predict_recovery_s(instance: InstanceView, work: Work, now_s: float, by_s: float) -> float | None:
     """Predict T(n)/φ; None: the instance cannot spare the time, or has no room."""
     ledger, tpot_s = instance.ledger, work.slo.tpot_s
     if ledger.caught_up_at_s > now_s + AHEAD_S:
@@ -107,7 +114,7 @@ def _predict_recovery_s(
     if capacity and batch > KV_FULL * capacity:
         return None
     spare_s = BATCH_FULL * tpot_s - instance.decode_model.itl_s(batch)
-    if spare_s <= 0 or compute_s > STALL_SHARE * output_tokens * spare_s:
+    if spare_s <= 0:
         return None
     recovery_s = compute_s * BATCH_FULL * tpot_s / spare_s
     return recovery_s if recovery_s <= RECOVERY_MAX_S else None

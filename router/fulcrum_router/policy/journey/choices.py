@@ -117,6 +117,7 @@ class JourneyChoices(EligibleInstances[V]):
         instance = context.fleet[deflection.instance]
         instance.ledger.deflect(recovery_s=deflection.recovery_s, now_s=now_s)
         self._recovery_s = deflection.recovery_s
+        self._forecast_s = 0.0  # it was for prefill instances
         self.source = self.predicted_ttft = None
         self.local_prefill_reason, self.dispatch_reason = LocalPrefillReason.DEFLECTED, _WITHIN_SLO
         return self._open_decode(now_s, instance)

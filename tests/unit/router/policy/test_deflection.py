@@ -19,6 +19,8 @@ from fulcrum_router.policy.dispatch import FlipProposalRules
 from fulcrum_router.policy.faults.failures import Failure
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext, LocalPrefillReason
 from fulcrum_router.policy.predictions.learning import LearningInstance
+from fulcrum_router.policy.tiers.admission import Admission
+from fulcrum_router.policy.tiers.forecast_errors import MIN_SAMPLES, UNKNOWN_FACTOR
 from tests.unit.router.builders import DECODE, PREFILL, SLO, FakeFleet, FakeInstance, instance, work
 
 TOKENS = 100
@@ -96,6 +98,18 @@ def test_answers_that_a_stall_would_make_late_keep_prompts_away(*, output_tokens
     chosen = choose_deflection(
         [decode_instance()], work(TOKENS), now_s=0.0, by_s=1.0, output_tokens=output_tokens
     )
+    assert (chosen is not None) is found
+
+
+@pytest.mark.parametrize(
+    ("caught_up_at_s", "found"), [(0.0, True), (0.005, True), (0.01, False), (0.5, False)]
+)
+def test_stalls_one_after_the_other_are_one_stall_for_a_short_answer(
+    *, caught_up_at_s: float, found: bool
+) -> None:
+    """With answers of 16 tokens it is 16 × 0.04 s / 4 = 0.16 s in all, of which the prompt takes 0.152 s."""
+    made = decode_instance(caught_up_at_s=caught_up_at_s)
+    chosen = choose_deflection([made], work(TOKENS), now_s=0.0, by_s=1.0, output_tokens=16.0)
     assert (chosen is not None) is found
 
 
@@ -277,6 +291,21 @@ def test_a_waiting_request_is_deflected_while_that_helps(
     began = waiting.begin(0.0)
     context.waiting_room.tick(now_s)
     assert (began, moved) == (Action.WAIT, expected)
+
+
+@pytest.mark.parametrize(("deflects", "factor"), [(True, UNKNOWN_FACTOR), (False, 0.5)])
+def test_forecasts_are_not_corrected_by_deflected_requests(*, deflects: bool, factor: float) -> None:
+    """Their forecast is 0.8 s, behind the work of prefill, and they take 0.3 s elsewhere."""
+    admission = Admission()
+    admission.mode = AdmissionMode.ADVISE
+    for _ in range(MIN_SAMPLES):
+        context = make_context(queued_s=0.7, deflects=deflects, ahead_s=0.5)
+        context.admission = admission
+        journey = Journey(context, work(TOKENS))
+        assert journey.begin(0.0) is Action.WAIT
+        context.waiting_room.tick(0.1 if deflects else 0.25)
+        journey.first_byte(0.3)
+    assert admission.errors.factor == factor
 
 
 def test_a_waiting_request_is_not_deflected_while_decode_has_no_room_for_its_tier() -> None:
