@@ -1,6 +1,7 @@
 """`fulcrum profile`: measures one or two running engines, and writes an engine profile for simulations."""
 
 import asyncio
+import random
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -115,7 +116,12 @@ def _find_device(name: str | None) -> HardwareFacts | None:
 
 async def _measure(options: ProfileOptions) -> _Measured:
     async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(EngineClient.open(url)) for url in options.urls]
+        # No seed of an earlier run: engines may still have its prompts in their prefix caches.
+        seeds = random.SystemRandom()
+        clients = [
+            await stack.enter_async_context(EngineClient.open(url, seed=seeds.getrandbits(64)))
+            for url in options.urls
+        ]
         limits = await clients[0].read_limits()
         for other in clients[1:]:
             await other.read_limits()

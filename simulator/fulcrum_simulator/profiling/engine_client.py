@@ -1,7 +1,8 @@
 """Talks to one engine over vLLM's HTTP API, and records when each token arrives.
 
 Prompts are lists of token ids, so that their length is exact with any tokeniser; no two of them begin alike,
-so that no prefix cache saves work. Whatever an engine does wrong ends as one `EngineUnusable`.
+so that no prefix cache saves work; another seed makes others. Whatever an engine
+does wrong ends as one `EngineUnusable`.
 """
 
 import asyncio
@@ -61,7 +62,7 @@ class TokenTimes:
 
 
 class EngineClient:
-    """One engine. Use as `async with EngineClient.open(url)`."""
+    """One engine. Use as `async with EngineClient.open(url, seed=seed)`."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, *, seed: int) -> None:
         self.url = url.rstrip("/")
@@ -71,8 +72,11 @@ class EngineClient:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, url: str, *, seed: int = 1) -> AsyncIterator[Self]:
-        """Yield a client; the connections are closed afterwards."""
+    async def open(cls, url: str, *, seed: int) -> AsyncIterator[Self]:
+        """Yield a client; the connections are closed afterwards.
+
+        The prompts follow from `seed`: an engine may have those of an earlier seed in its prefix cache.
+        """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=IDLE_TIMEOUT_S)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
@@ -102,7 +106,7 @@ class EngineClient:
             limits = EngineLimits(
                 str(card["id"]), int(card["max_model_len"]), block_size * blocks, block_size
             )
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise EngineUnusable(self.url, "is not vLLM: no max_model_len or cache_config_info") from None
         if min(limits.max_model_tokens, limits.kv_tokens) <= 0:
             raise EngineUnusable(self.url, "says that it holds no tokens")
@@ -118,7 +122,7 @@ class EngineClient:
             raw = await self._read_body(response)
         try:
             message = json.loads(raw)
-        except ValueError:
+        except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
             raise EngineUnusable(self.url, "responded with something else than a JSON object")

@@ -82,8 +82,8 @@ async def test_the_coefficients_of_a_known_engine_are_recovered() -> None:
     async with AsyncExitStack() as stack:
         prefill_url = await stack.enter_async_context(engine_server(PROFILE))
         decode_url = await stack.enter_async_context(engine_server(PROFILE))
-        client = await stack.enter_async_context(EngineClient.open(prefill_url))
-        decode = await stack.enter_async_context(EngineClient.open(decode_url))
+        client = await stack.enter_async_context(EngineClient.open(prefill_url, seed=1))
+        decode = await stack.enter_async_context(EngineClient.open(decode_url, seed=1))
         limits = await client.read_limits()
         plan = plan_measurement(
             max_model_tokens=limits.max_model_tokens,
@@ -150,7 +150,7 @@ async def measure_bad_engine(completions: Handler, **routes: Handler) -> str:
     app.router.add_get("/v1/models", routes.get("models", respond_models))
     app.router.add_get("/metrics", routes.get("metrics", respond_metrics))
     app.router.add_post("/v1/completions", completions)
-    async with http_server(app) as url, EngineClient.open(url) as client:
+    async with http_server(app) as url, EngineClient.open(url, seed=1) as client:
         with pytest.raises(EngineUnusable) as caught:
             await measure_two_prompts(client)
     text = str(caught.value)
@@ -230,7 +230,7 @@ async def test_an_engine_that_cannot_be_measured_is_one_line(
 
 
 async def test_an_engine_that_is_not_there_is_one_line() -> None:
-    async with EngineClient.open("http://127.0.0.1:9") as client:
+    async with EngineClient.open("http://127.0.0.1:9", seed=1) as client:
         with pytest.raises(EngineUnusable, match=r"^http://127.0.0.1:9: cannot be reached: ") as caught:
             await client.read_limits()
     assert "\n" not in str(caught.value)
@@ -263,7 +263,7 @@ TRANSFERS = MeasurementPlan((), (), 1, (), (64, 128))
 async def test_an_engine_without_a_kv_connector_is_one_line() -> None:
     app = web.Application()
     app.router.add_post("/v1/completions", text_response("{}"))
-    async with http_server(app) as url, EngineClient.open(url) as client:
+    async with http_server(app) as url, EngineClient.open(url, seed=1) as client:
         limits = EngineLimits("m", 4096, 65536, 16)
         measurer = Measurer(client, limits, token_budget=512, repeats=1, report=lambda _: None)
         with pytest.raises(EngineUnusable, match="returned no kv_transfer_params: has it a KV connector"):
@@ -273,7 +273,7 @@ async def test_an_engine_without_a_kv_connector_is_one_line() -> None:
 async def test_a_prompt_that_is_computed_instead_of_transferred_is_noticed() -> None:
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(engine_server(PROFILE)) for _ in range(2)]
-        prefill, decode = [await stack.enter_async_context(EngineClient.open(url)) for url in urls]
+        prefill, decode = [await stack.enter_async_context(EngineClient.open(url, seed=1)) for url in urls]
         session = await stack.enter_async_context(aiohttp.ClientSession())
         async with session.post(
             f"{decode.url}/simulator/fault", json={"kind": "fail_transfers", "count": 9}
@@ -288,7 +288,7 @@ async def test_a_prompt_that_is_computed_instead_of_transferred_is_noticed() -> 
 async def measure_small_engine(max_model_tokens: int) -> list[DecodeMeasurement]:
     """Measure 16 requests on an engine whose steps are 128 times smaller than the plan believes."""
     small = PROFILE.model_copy(update={"token_budget": 64, "max_seqs": 16})
-    async with engine_server(small) as url, EngineClient.open(url) as client:
+    async with engine_server(small) as url, EngineClient.open(url, seed=1) as client:
         limits = EngineLimits("m", max_model_tokens, PROFILE.kv_capacity_tokens, PROFILE.block_size)
         measurer = Measurer(client, limits, token_budget=8192, repeats=1, report=lambda _: None)
         return await measurer.measure_decode(MeasurementPlan((), ((16, 512),), 1, (), ()))
@@ -313,13 +313,13 @@ async def test_several_tokens_in_one_event_count_as_several() -> None:
     app = web.Application()
     app.router.add_post("/v1/completions", stream_of(*events, TOKEN, usage, "[DONE]"))
     times = TokenTimes()
-    async with http_server(app) as url, EngineClient.open(url) as client:
+    async with http_server(app) as url, EngineClient.open(url, seed=1) as client:
         await client.stream({"prompt": client.make_prompt(3), "max_tokens": 3}, times)
     assert len(times.tokens_s) == 3
 
 
 async def test_no_two_prompts_begin_alike() -> None:
-    async with EngineClient.open("http://127.0.0.1:9") as client:
+    async with EngineClient.open("http://127.0.0.1:9", seed=1) as client:
         prompts = [client.make_prompt(64) for _ in range(500)]
     assert len({tuple(prompt[:4]) for prompt in prompts}) == 500
     assert {len(prompt) for prompt in prompts} == {64}
