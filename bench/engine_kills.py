@@ -192,7 +192,8 @@ async def _send_stream(port: int, text: str, tokens: int, ends: Counter[str]) ->
 
 def _judge(received: bytes, expected: str) -> str:
     if not received.startswith(b"HTTP/1.1 200"):
-        return f"failed: {received[9:12].decode() or 'closed'}"
+        _, _, content = received.partition(b"\r\n\r\n")
+        return f"failed: {received[9:12].decode() or 'closed'} {content.decode()}".rstrip()
     events = [line[6:] for line in received.split(b"\n") if line.startswith(b"data: {")]
     texts = list[str]()
     for event in map(orjson.loads, events):

@@ -150,8 +150,11 @@ class Health:
         return True
 
     def record_failed_probe(self, now_s: float, *, unresponsive: bool = False) -> None:
-        """Double the time to the next probe, up to `MAX_PROBE_DELAY_S`."""
-        if unresponsive and self.unresponsive_since_s is None:
+        """Double the time to the next probe, up to `MAX_PROBE_DELAY_S`.
+
+        A leg may have readmitted the instance since the probe was sent.
+        """
+        if unresponsive and self.ejected and self.unresponsive_since_s is None:
             self.unresponsive_since_s = now_s
         self._backoff_s = min(MAX_PROBE_DELAY_S, 2 * self._backoff_s)
         self.probe_at_s = now_s + self._backoff_s

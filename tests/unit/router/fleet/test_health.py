@@ -62,6 +62,14 @@ def test_an_engine_that_was_gone_is_readmitted_by_its_first_probe() -> None:
     assert health.probe_at_s == 5.0 + FIRST_PROBE_DELAY_S
 
 
+def test_a_probe_that_fails_after_a_leg_has_readmitted_the_instance_does_not_count() -> None:
+    """Else all further legs would be moved elsewhere: no probe for readmission would follow."""
+    health = make_ejected(judged=False)
+    assert health.record_success() is True
+    health.record_failed_probe(1.0, unresponsive=True)
+    assert (health.ejected, health.unresponsive_since_s) == (False, None)
+
+
 def test_successful_probes_and_legs_do_not_shorten_an_ejection_by_judgement() -> None:
     health = make_ejected(judged=True)
     too_early = health.record_probe(now_s=BASE_EJECTION_S - 0.1), health.record_success()
