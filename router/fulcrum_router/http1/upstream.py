@@ -401,7 +401,8 @@ class ConnectionPool:
             if error.errno in _NO_SOCKET_ERRORS:
                 failure = Failure.NO_SOCKET
             else:
-                refused = isinstance(error, ConnectionRefusedError)
+                # Reset: accepted for an engine that died before the router saw that.
+                refused = isinstance(error, ConnectionRefusedError | ConnectionResetError)
                 failure = Failure.REFUSED if refused else Failure.UNREACHABLE
             raise LegFailed(
                 failure, f"no connection: {error.strerror or error}", may_have_started=False

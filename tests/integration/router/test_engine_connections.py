@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import time
 
 import pytest
@@ -113,3 +114,13 @@ async def test_a_connection_that_closed_before_it_was_used_fails_at_once() -> No
         await run_inline(send())
     assert (failed.value.failure, len(pool.busy)) == (Failure.CLOSED, 0)
     server.close()
+
+
+async def test_a_connection_that_is_reset_while_it_opens_is_refused() -> None:
+    """The engine's kernel accepted it, and the engine died: its node is not out of reach."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        opening = asyncio.ensure_future(ConnectionPool(*listening.getsockname()).connect(DEADLINE_S))
+        asyncio.get_running_loop().call_soon(listening.close)  # in the same turn, before the router reads
+        with pytest.raises(LegFailed) as raised:
+            await opening
+    assert (raised.value.failure, raised.value.may_have_started) == (Failure.REFUSED, False)
