@@ -66,7 +66,10 @@ def parse_duration(text: str) -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """The shortest spelling that `parse_duration` reads back: `50ms`, `1.5s`, `2m`, `1h30m`."""
+    """Format a duration as `parse_duration` reads it: `50ms`, `1.5s`, `1m30s`, `1h30m`.
+
+    From one second on it is rounded to microseconds.
+    """
     if seconds < 1:
         return f"{_format_number(seconds * 1000)}ms"
     hours, rest = divmod(seconds, 3600)
@@ -156,7 +159,7 @@ def parse_time(text: str) -> float:
     """Unix seconds of an RFC 3339 time.
 
     Raises:
-        ValueError: if it is none, or of no year that anybody plans for.
+        ValueError: if it is none, or its year is not between 1000 and 2999.
     """
     if not _TIME.fullmatch(text):
         raise ValueError("is not an RFC 3339 time such as 2026-01-31T12:00:00Z")
@@ -169,7 +172,10 @@ def format_time(at_s: float) -> str:
 
 
 def cel_rule(rule: str, message: str) -> dict[str, JsonValue]:
-    """Schema extra of a model: a rule between its fields, in CEL, for API servers. A validator repeats it."""
+    """Schema extra of a model: a rule between its fields, in CEL, that API servers check.
+
+    The model needs a validator with the same rule, because the store of a local run checks no CEL.
+    """
     return cel_rules((rule, message))
 
 

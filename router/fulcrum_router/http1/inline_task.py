@@ -55,7 +55,11 @@ class Completion(Generic[T]):
 
 
 class InlineTask:
-    """Runs a coroutine that awaits completions only."""
+    """Runs a coroutine that awaits completions only; the first `resume` starts it.
+
+    The coroutine must catch its exceptions: one that leaves it reaches whoever called `resume` or `cancel`,
+    or set the result that it awaited.
+    """
 
     __slots__ = ("_coroutine", "_waiting_for")
 

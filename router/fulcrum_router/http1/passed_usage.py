@@ -1,8 +1,8 @@
 """The usage in a response to `/v1/responses` or `/v1/messages`, which is forwarded as it comes.
 
 A whole response is parsed, because it may repeat objects of its request, and the client may call any of them
-`usage`. Of a stream, and of a response that is too large to be parsed, the last counts are searched for: they
-are good for raising other counts, and not for lowering them.
+`usage`. Of a stream, and of a response that is too large or came in chunks, the last counts are searched for.
+Those are not sure: they may raise what the router has counted itself, and must not lower it.
 """
 
 import re
@@ -32,7 +32,7 @@ class PassedUsage:
         self._kept_bytes = 0
 
     def add(self, data: bytes) -> None:
-        """Take the next bytes of the response."""
+        """Take the next bytes of the body as they came, with the framing of chunks."""
         self._parts.append(data)
         self._kept_bytes += len(data)
         if self._kept_bytes > (MAX_PARSED_BYTES if self._is_kept else 2 * _TAIL_BYTES):
@@ -41,7 +41,7 @@ class PassedUsage:
             self._kept_bytes = _TAIL_BYTES
 
     def read(self) -> tuple[Usage | None, bool]:
-        """Return the usage, None if there is none, and whether it is sure."""
+        """Return the usage, None if there is none, and whether it is sure: parsed, not searched for."""
         content = b"".join(self._parts)
         if self._is_kept:
             try:

@@ -1,6 +1,7 @@
 """Decode instances as one pool that is always evenly loaded, stepped in closed form between two changes.
 
 A step on k instances takes t0 + (d1·B + d2·Σctx)/min(k, B) seconds, and each of the B requests gets a token.
+`split_queue` uses it as the decode half of its model.
 """
 
 import heapq
@@ -12,7 +13,7 @@ from fulcrum_core.profiles import EngineProfile
 
 
 class Decode(NamedTuple):
-    """A request that has its first token: when, the context so far, and the tokens that are left."""
+    """A request that has its first token: when, the context so far, and the tokens left, at least 1."""
 
     first_token_s: float
     context_tokens: int
@@ -45,7 +46,7 @@ class DecodePool:
         return other
 
     def add(self, decode: Decode, instances: int) -> None:
-        """Add a request now."""
+        """Add a request at the time up to which `advance` has run."""
         self._waiting.append(decode)
         self._admit(instances)
 

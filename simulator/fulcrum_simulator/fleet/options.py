@@ -114,6 +114,7 @@ def parse_policy(text: str, *, instances: int) -> Policy:
 
     Raises:
         InvalidInput: for another text, or a split that does not have `instances` instances or lacks a role.
+            `BEST_STATIC` is such a text: it stands for several runs, which the caller makes of `list_splits`.
     """
     name = text.lower()
     if name.endswith(_ENFORCE):
@@ -202,8 +203,9 @@ class RunOptions:
         weights: Weights by tier, where they are not 1.
         unscored_share: Share of the time of arrivals, from its start, whose requests are not scored.
         drain_s: Longest time after the last arrival; what runs then is unfinished.
-        service: Settings of the simulated service, such as its thresholds; None: the default ones. Only the
-            policy and the objectives come from the other attributes.
+        service: Its floors, prefill ahead and autoscaling settings are used; None: the default ones. The
+            shipped policies flip only in mode Auto. All else, such as the name of the policy, the objectives,
+            dispatch mode, deflection and admission, comes from the other attributes.
         prefix_caches: Whether engines keep computed prompts for those that begin alike.
         unsheddable_tiers: Tiers whose requests admission never refuses.
         lookahead_steps: Most engine steps skipped together; 1 executes each, with the same result.

@@ -72,7 +72,10 @@ class RoutedInstance(LearningInstance):
             self.learn_decode(tokens=(before + now) // 2, itl_s=itl_s)
 
     def report(self, now_s: float, *, waiting_s: float, decode_is_full: bool) -> InstanceState:
-        """Return what the router reports at its state port; `waiting_s` is the share of the waiting room."""
+        """Return what the router reports of this instance at its state port.
+
+        `waiting_s`: its share of the prefill work in the waiting room, in seconds.
+        """
         ledger = self.ledger
         return InstanceState(
             name=self.name,
