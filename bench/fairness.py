@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def run(
-    workload: Sequence[WorkloadRequest], *, decode: int = 1, weights: Mapping[str, float] | None = None
+    workload: Sequence[WorkloadRequest], *, decode: int = 1, weights: Mapping[str, int] | None = None
 ) -> list[RequestResult]:
     """Run a workload in mode Queue with a fixed split, until its last arrival."""
     instances = PREFILL + decode
@@ -220,7 +220,7 @@ def measure_weights() -> int:
         for n in range(2_400)
         for tier, tenant in (("heavy", "a"), ("light", f"b{n % 4}"))
     ]
-    records = run(workload, weights={"heavy": 3.0})
+    records = run(workload, weights={"heavy": 3})
     end_s = int(workload[-1].arrival_s)
     heavy, light = (
         count_service([r for r in records if r.request.tier == tier], end_s)[-1]

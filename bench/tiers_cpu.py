@@ -148,7 +148,7 @@ def turn_on(router: Router) -> None:
     slo, patient = settings.default_tier.slo, TierAdmission(action=OverloadAction.QUEUE, max_queue_s=10.0)
     tiers = (
         Tier("premium", slo, -10, TierAdmission(sheddable=False), 10**9, Reserve(0.25, 10.0)),
-        Tier("standard", slo, 0, patient, 10**9, weight=2.0),
+        Tier("standard", slo, 0, patient, 10**9, weight=2),
         Tier("free", slo, 0, TierAdmission(), 10**9),
     )
     changed = replace(

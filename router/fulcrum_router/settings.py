@@ -36,7 +36,7 @@ class Tier:
     """Rate limit of each tenant; None: none."""
     reserve: Reserve = NO_RESERVE
     """What is kept for it."""
-    weight: float = 1.0
+    weight: int = 1
     """Its share among the tiers of its priority."""
 
 

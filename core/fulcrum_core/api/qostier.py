@@ -149,10 +149,10 @@ class QoSTierSpec(ApiModel):
         "answers that are expected to end within this time, since a running answer cannot be interrupted. "
         "It needs reservedFraction (default: all answers may).",
     )
-    weight: StrictFloat = Field(
-        default=1.0,
-        ge=0.01,
-        le=100.0,
+    weight: StrictInt = Field(
+        default=1,
+        ge=1,
+        le=100,
         description="How much the tier gets compared with other tiers of the same priority while requests of "
         "several of them wait in the router (router.dispatch.mode Queue). A tier with weight 2 gets twice as "
         "many weighted tokens as one with weight 1 (default 1).",

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Self
 
-from pydantic import ConfigDict, Field, StrictBool, model_validator
+from pydantic import ConfigDict, Field, StrictBool, StrictFloat, model_validator
 
 from fulcrum_core.api.meta import ApiModel, Duration, cel_rule
 from fulcrum_core.api.pod_template import PodTemplatePatch
@@ -131,7 +131,7 @@ class RouterSpec(ApiModel):
         "Advise: only metrics count what Enforce would do. 'Off' (in quotes: YAML reads a bare Off as "
         "false): every request is served, however late (default Off).",
     )
-    access_log: float = Field(
+    access_log: StrictFloat = Field(
         default=0.0,
         ge=0.0,
         le=1.0,

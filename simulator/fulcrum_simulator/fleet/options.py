@@ -218,7 +218,7 @@ class RunOptions:
     seed: int = 1
     control: ControlOptions = ControlOptions()
     reserved: Mapping[str, Reserve] = field(default_factory=dict)
-    weights: Mapping[str, float] = field(default_factory=dict)
+    weights: Mapping[str, int] = field(default_factory=dict)
     unscored_share: float = 0.1
     drain_s: float = 600.0
     service: PDServiceSpec | None = None

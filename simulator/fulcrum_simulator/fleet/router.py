@@ -79,7 +79,7 @@ class SimulatedRouter:
         prefix_aware: bool = False,
         priorities: Collection[int] = (),
         reserved: Mapping[str, Reserve] = MappingProxyType({}),
-        weights: Mapping[str, float] = MappingProxyType({}),
+        weights: Mapping[str, int] = MappingProxyType({}),
         admission: AdmissionMode = AdmissionMode.OFF,
         tiers: Mapping[str, TierAdmission] = MappingProxyType({}),
     ) -> None:

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 import yaml
-from pydantic import BaseModel, Strict
+from pydantic import BaseModel, BeforeValidator, Strict
 
 from fulcrum_core.api import KINDS, PDAssignment, PDInstance, PDService, QoSTier, Resource
 from fulcrum_core.api.crds import build_crd, render_crd
@@ -257,21 +257,22 @@ def defaulted(node: Node, value: Any) -> Any:
     return out
 
 
-def _list_loose_booleans(model: type[BaseModel]) -> Iterator[str]:
-    """Fields of the model and of those below it that take 0, "yes" and the like for a boolean."""
+def _list_loose_fields(model: type[BaseModel]) -> Iterator[str]:
+    """Fields of the model and of those below it that take "yes" for a boolean, or true for a number."""
     for name, field in model.model_fields.items():
         parts = (field.annotation, *get_args(field.annotation))
         strict = any(isinstance(each, Strict) for each in field.metadata)
         strict |= any(isinstance(each, Strict) for part in parts for each in get_args(part))
-        if bool in parts and not strict:
+        strict |= any(isinstance(each, BeforeValidator) for each in field.metadata)  # a Duration
+        if not strict and {bool, float} & set(parts):
             yield f"{model.__name__}.{name}"
         for part in parts:
             if isinstance(part, type) and issubclass(part, BaseModel) and part is not model:
-                yield from _list_loose_booleans(part)
+                yield from _list_loose_fields(part)
 
 
 @every_kind
-def test_booleans_of_a_spec_are_as_strict_as_the_api_servers(kind: type[Resource]) -> None:
+def test_booleans_and_numbers_of_a_spec_are_as_strict_as_the_api_servers(kind: type[Resource]) -> None:
     spec = kind.model_fields["spec"].annotation
     assert isinstance(spec, type)
-    assert list(_list_loose_booleans(spec)) == []
+    assert list(_list_loose_fields(spec)) == []

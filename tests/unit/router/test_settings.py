@@ -16,7 +16,7 @@ PREMIUM = {
     "slo": {"ttft": "1s", "tpot": "40ms"},
     "reservedFraction": 0.25,
     "reclaimWithin": "8s",
-    "weight": 3.0,
+    "weight": 3,
     "sheddable": False,
     "rateLimit": {"tokensPerMinute": 600_000},
     "admission": {"mode": "Queue", "maxQueueTime": "7s"},
@@ -36,7 +36,7 @@ def test_each_field_of_a_tier_reaches_the_settings() -> None:
     settings = resolve_settings(service("premium"), [tier("premium", **PREMIUM)])
     admission = TierAdmission(sheddable=False, action=OverloadAction.QUEUE, max_queue_s=7.0)
     assert settings.tiers["premium"] == Tier(
-        "premium", Slo(1.0, 0.04), -10, admission, 600_000, Reserve(0.25, 8.0), 3.0
+        "premium", Slo(1.0, 0.04), -10, admission, 600_000, Reserve(0.25, 8.0), 3
     )
 
 

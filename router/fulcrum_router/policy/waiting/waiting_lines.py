@@ -280,7 +280,7 @@ class Level:
         "weights",
     )
 
-    def __init__(self, priority: int, weights: Mapping[str, float]) -> None:
+    def __init__(self, priority: int, weights: Mapping[str, int]) -> None:
         self.priority = priority
         self.weights = weights
         """By tier, where they are not 1."""
@@ -465,13 +465,13 @@ class Level:
         if (tenant, tier) not in self.lines:
             self._raise_counters(tenant, tier)
         self.find_counters(tier).serve(tenant, tokens)
-        self.tier_counters.serve(tier, tokens / self.weights.get(tier, 1.0))
+        self.tier_counters.serve(tier, tokens / self.weights.get(tier, 1))
         self._reorder(tenant, tier)
 
     def correct(self, tenant: str, tier: str, tokens: float) -> None:
         """Charge tokens that were not predicted; less than 0: give back."""
         self.find_counters(tier).charge(tenant, tokens)
-        self.tier_counters.charge(tier, tokens / self.weights.get(tier, 1.0))
+        self.tier_counters.charge(tier, tokens / self.weights.get(tier, 1))
         self._reorder(tenant, tier)
 
     def _reorder(self, tenant: str, tier: str) -> None:

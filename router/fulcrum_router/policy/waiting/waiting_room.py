@@ -78,7 +78,7 @@ class WaitingRoom:
         self._exclusions: dict[Hashable, int] = {}
         """How many of the requests that wait have each exclusion."""
         self.members: dict[Waiter, WaitingRequest] = {}
-        self.weights: dict[str, float] = {}
+        self.weights: dict[str, int] = {}
         """Weights of the tiers in their levels, where they are not 1."""
         self.open_charges: dict[Charge, None] = {}
         """Charges of the requests in flight."""
@@ -115,10 +115,10 @@ class WaitingRoom:
         """Whether a request of this priority waits for room in decode: newcomers do not pass it at once."""
         return bool(self._find_level(priority).held)
 
-    def set_weights(self, weights: Mapping[str, float]) -> None:
+    def set_weights(self, weights: Mapping[str, int]) -> None:
         """Set the weights of the tiers in their levels."""
         self.weights.clear()
-        self.weights.update((tier, weight) for tier, weight in weights.items() if weight != 1.0)
+        self.weights.update((tier, weight) for tier, weight in weights.items() if weight != 1)
 
     def find_backlog_s(self, priority: int, *, with_late: bool = False) -> float:
         """Prefill time of the requests that go before one of this priority that joins, in seconds.

@@ -438,11 +438,11 @@ def test_output_beyond_the_prediction_is_charged_as_it_appears_and_the_rest_give
     ("weights", "gold"),
     [
         pytest.param({}, 6, id="equal weights: half of it, though one tenant shares with three"),
-        pytest.param({"gold": 2.0}, 8, id="twice the weight: two thirds"),
-        pytest.param({"gold": 0.5, "silver": 1.0}, 4, id="half of the weight: a third"),
+        pytest.param({"gold": 2}, 8, id="twice the weight: two thirds"),
+        pytest.param({"silver": 2}, 4, id="half of the weight: a third"),
     ],
 )
-def test_tiers_of_one_priority_share_by_their_weights(weights: dict[str, float], gold: int) -> None:
+def test_tiers_of_one_priority_share_by_their_weights(weights: dict[str, int], gold: int) -> None:
     crowd = Crowd()
     crowd.room.set_weights(weights)
     for n in range(12):
