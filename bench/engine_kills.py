@@ -103,7 +103,8 @@ def run_host() -> None:
             engine_program.main(arguments)
             os._exit(0)
         port = int(arguments[arguments.index("--port") + 1])
-        print("pid", orjson.dumps({"pid": pid, "port": port}).decode(), flush=True)
+        # In one write: without buffers, `print` writes word by word, and engines write lines between them.
+        os.write(sys.stdout.fileno(), b"pid %b\n" % orjson.dumps({"pid": pid, "port": port}))
 
 
 @contextlib.asynccontextmanager
