@@ -86,8 +86,22 @@ def apply_crds(cluster: Cluster) -> None:
 
 
 def delete_crds(cluster: Cluster) -> None:
-    """Delete those of the CRDs in `crds/` that there are, and their objects; returns when they are gone."""
-    cluster.kubectl("delete", "--ignore-not-found", "--wait=true", "--timeout=60s", "-f", str(CRDS))
+    """Delete those of the CRDs in `crds/` that there are, and their objects; returns when they are gone.
+
+    The API server deletes their objects first. If it fails to, it tries again later and later; a change of
+    the CRD makes it try at once.
+    """
+    kinds = [f"{path.stem}.fulcrum.dev" for path in sorted(CRDS.glob("*.yaml"))]
+    delete = ("delete", "crd", "--ignore-not-found", "--wait=true", "--timeout=20s", *kinds)
+    for attempt in range(3):
+        with contextlib.suppress(RuntimeError):
+            cluster.kubectl(*delete)
+            return
+        with contextlib.suppress(RuntimeError):  # of those that are gone
+            cluster.kubectl(
+                "annotate", "crd", "--overwrite", *kinds, f"fulcrum.dev/deletion-attempt={attempt}"
+            )
+    cluster.kubectl(*delete)
 
 
 def _wait_for_crds(cluster: Cluster) -> None:
