@@ -24,6 +24,7 @@ class RanAs:
     """How the service ran when its requests were recorded."""
 
     spec: PDServiceSpec
+    """The service, with flips allowed: its fixed split ran if it did not flip."""
     policy: PolicyName
     prefill: int
     """Prefill instances when the requests were read: the split to start with."""

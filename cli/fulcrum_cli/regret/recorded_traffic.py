@@ -145,13 +145,22 @@ def _find_ran_as(page: _Page, source: str) -> RanAs:
     if instances < 2:
         raise InvalidInput(source, f"{instances} serving instances", "are too few: a split needs 2")
     spec = page.spec or PDServiceSpec(model=page.service, instances=instances)
-    policy = PolicyName.BALANCED if spec.autoscaling.policy is FlipPolicy.BALANCED else PolicyName.ARROW
+    autoscaling = spec.autoscaling
+    policy = PolicyName.BALANCED if autoscaling.policy is FlipPolicy.BALANCED else PolicyName.ARROW
+    flipped = autoscaling.mode is AutoscalingMode.AUTO and not autoscaling.flip.paused
     return RanAs(
-        spec=spec,
-        policy=policy if spec.autoscaling.mode is AutoscalingMode.AUTO else PolicyName.STATIC,
+        spec=_allow_flips(spec),
+        policy=policy if flipped else PolicyName.STATIC,
         prefill=page.prefill_instances,
         instances=instances,
     )
+
+
+def _allow_flips(spec: PDServiceSpec) -> PDServiceSpec:
+    """Other policies are compared as they would flip; a service that does not flip ran as a fixed split."""
+    flip = spec.autoscaling.flip.model_copy(update={"paused": False})
+    autoscaling = spec.autoscaling.model_copy(update={"mode": AutoscalingMode.AUTO, "flip": flip})
+    return spec.model_copy(update={"autoscaling": autoscaling})
 
 
 def _read_requests(page: _Page) -> Sequence[_Request]:

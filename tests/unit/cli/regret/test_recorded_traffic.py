@@ -11,7 +11,7 @@ from fulcrum_cli.regret.recorded_traffic import add_spec, parse_page, read_file
 from fulcrum_core.api.pdservice import PDServiceSpec
 from fulcrum_core.api.router import DispatchSpec, RouterSpec
 from fulcrum_core.errors import InvalidInput
-from fulcrum_core.values import DispatchMode
+from fulcrum_core.values import AutoscalingMode, DispatchMode
 from fulcrum_simulator.fleet.options import PolicyName
 
 FIELDS = ("arrival_s", "prompt_tokens", "output_tokens", "ttft_s", "duration_s", "tier", "outcome", "tenant")
@@ -90,6 +90,7 @@ def test_requests_that_did_not_end_get_the_median_length() -> None:
         ({"policy": "balanced"}, PolicyName.BALANCED),
         ({"policy": "arrow"}, PolicyName.ARROW),
         ({"mode": "Advise"}, PolicyName.STATIC),
+        ({"flip": {"paused": True}}, PolicyName.STATIC),
     ],
 )
 def test_the_policy_is_that_of_the_service(autoscaling: dict[str, Any], policy: PolicyName) -> None:
@@ -99,6 +100,13 @@ def test_the_policy_is_that_of_the_service(autoscaling: dict[str, Any], policy: 
     alternatives = list(ran_as.list_alternatives())
     assert alternatives[0].policies[0].name is policy
     assert {each.instances for each in alternatives} == {4, 5, 6, 7}
+
+
+@pytest.mark.parametrize("autoscaling", [{"mode": "Advise"}, {"mode": "Off"}, {"flip": {"paused": True}}])
+def test_policies_flip_in_the_comparison_though_the_service_does_not(autoscaling: dict[str, Any]) -> None:
+    spec = PDServiceSpec.model_validate({"model": "m", "instances": 5, "autoscaling": autoscaling})
+    compared = parse_page(add_spec(page(*ok_requests()), spec), "page").ran_as.spec.autoscaling
+    assert (compared.mode, compared.flip.paused) == (AutoscalingMode.AUTO, False)
 
 
 @pytest.mark.parametrize("deflect", [False, True])
