@@ -43,6 +43,8 @@ class BalanceState:
 
     samples: tuple[DemandSample, ...] = ()
     regret_s: float = 0.0
+    weighed_at_s: float | None = None
+    """Time of the router's state up to which regret was added up; None: a new sum begins."""
     to: Role | None = None
     """Role that gains instances in the move that the regret was added up for."""
     batch_limit: BatchLimit = UNKNOWN_LIMIT
@@ -53,11 +55,13 @@ def decide_balance(
 ) -> tuple[BalanceState, FlipDecision]:
     """Run one tick: returns the next state and the decision. The observation must be usable."""
     assert observation.router is not None
-    seconds = observation.router.at_s - state.samples[-1].at_s if state.samples else 0.0
+    at_s = observation.router.at_s
+    seconds = 0.0 if state.weighed_at_s is None else at_s - state.weighed_at_s
     decode = observation.serving_states(Role.DECODE)
     state = replace(
         state,
         samples=add_sample(state.samples, observation.router),
+        weighed_at_s=at_s,
         batch_limit=state.batch_limit.observe(decode),
     )
     prefill_count, decode_count = len(observation.serving_states(Role.PREFILL)), len(decode)

@@ -30,7 +30,7 @@ def decide_on_tick(
         return PolicyState(monitor=monitor), decision
     blocked = hold_if_blocked(observation, rules, Trigger.TICK, now_s=now_s)
     if blocked:
-        return replace(state, balance=replace(state.balance, regret_s=0.0)), blocked
+        return replace(state, balance=replace(state.balance, regret_s=0.0, weighed_at_s=None)), blocked
     balance, decision = decide_balance(state.balance, observation, rules, now_s=now_s)
     return PolicyState(balance=balance), decision
 

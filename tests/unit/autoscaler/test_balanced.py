@@ -190,6 +190,16 @@ def test_a_split_that_is_slightly_off_is_left_when_the_regret_pays_for_the_flip(
     assert actions == [hold, hold, hold, flip, hold]
 
 
+def test_the_time_in_which_flips_were_paused_is_no_regret() -> None:
+    state, actions = PolicyState(), []
+    for t in range(1, 14):
+        observation = observe(t, *four_and_four(), prefill=4.4)
+        rules = balanced_rules(paused=2 < t < 13)
+        state, decision = decide_on_tick(state, observation, rules, now_s=NOW_S + t)
+        actions.append(decision.action)
+    assert set(actions) == {DecisionAction.HOLD}
+
+
 def test_a_comfortable_split_stays_although_another_one_needs_less() -> None:
     *_, decision = run_ticks(*(observe(t, *four_and_four(), prefill=3.2) for t in range(1, 30)))
     assert (decision.action, decision.reason) == (
