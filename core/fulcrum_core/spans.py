@@ -59,7 +59,10 @@ class TraceParent(NamedTuple):
     sampled: bool
 
 
-_TRACEPARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
+_TRACEPARENT = re.compile(
+    rb"(?!ff)(?!00-.{52}.)"  # no version ff; only later versions than 00 may have more fields
+    rb"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?"
+)
 
 
 def parse_traceparent(value: bytes) -> TraceParent | None:

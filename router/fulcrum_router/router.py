@@ -245,7 +245,11 @@ class Router:
             self.record_ejection(instance, failure)
 
     def record_death(self, instance: Instance) -> None:
-        """Count the death of an engine since its last answered probe, unless its legs have shown it."""
+        """The engine of an instance has died since its last answered probe: it has lost KV and connections.
+
+        The death is counted unless legs have shown it.
+        """
+        self._forget_engine_state(instance)
         if instance.answered_at_s is not None:
             self.journeys.engine_deaths.record_found(
                 instance.name, since_s=instance.answered_at_s, now_s=time.monotonic()
@@ -267,10 +271,14 @@ class Router:
     def record_ejection(self, instance: Instance, reason: str) -> None:
         """Count an ejection, take the instance out of dispatch, and reset what its pairs have measured."""
         instance.update_serving()
-        self.pairs.invalidate(instance.name)
-        self.journeys.forget_prefixes(instance.name)
+        self._forget_engine_state(instance)
         self.counters.ejections[reason] += 1
         log.warning("instance ejected", instance=instance.name, reason=reason)
+
+    def _forget_engine_state(self, instance: Instance) -> None:
+        """Forget what an engine process knew: handshakes of KV transfers, and its prefix cache."""
+        self.pairs.invalidate(instance.name)
+        self.journeys.forget_prefixes(instance.name)
 
 
 def make_cache_salt() -> str:

@@ -183,8 +183,11 @@ def _check_outputs(arguments: SimulateArguments) -> None:
 
 
 def _parse_compared_policy(name: str, instances: int) -> ComparedPolicy:
-    if name.lower() == BEST_STATIC:
-        return ComparedPolicy(BEST_STATIC, tuple(list_splits(instances)))
+    base, plus, suffixes = name.lower().partition("+")
+    if base == BEST_STATIC:
+        splits = (f"{split}{plus}{suffixes}" for split in list_splits(instances))
+        policies = tuple(parse_policy(split, instances=instances) for split in splits)
+        return ComparedPolicy(BEST_STATIC + plus + suffixes, policies)
     policy = parse_policy(name, instances=instances)
     return ComparedPolicy(str(policy), (policy,))
 

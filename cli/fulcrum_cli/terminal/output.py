@@ -38,7 +38,8 @@ def format_age(seconds: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Format a latency: `340 ms`, `1.25 s`."""
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+    milliseconds = round(seconds * 1000)
+    return f"{milliseconds} ms" if milliseconds < 1000 else f"{seconds:.2f} s"
 
 
 def format_columns(*rows: Sequence[str]) -> list[str]:

@@ -47,7 +47,7 @@ def test_the_same_seed_gives_the_same_json_under_any_hash_seed(trace: Path, tmp_
 
 
 def test_a_comparison_ends_with_one_line_for_each_policy(trace: Path) -> None:
-    run = run_simulate("--trace", trace, "--instances", 3, "--compare", "arrow,static:best")
+    run = run_simulate("--trace", trace, "--instances", 3, "--compare", "arrow,static:best+direct")
     table = run.stdout.split("\n\n")[-1].splitlines()
     assert (run.returncode, run.stderr) == (0, "")
     assert [line.split()[0].partition(":")[0] for line in table] == ["POLICY", "arrow", "static"]

@@ -14,6 +14,7 @@ VALID = b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
         pytest.param(VALID, TraceParent(TRACE, SPAN, True), id="sampled"),
         pytest.param(VALID[:-1] + b"0", TraceParent(TRACE, SPAN, False), id="not sampled"),
         pytest.param(b"01" + VALID[2:] + b"-more", TraceParent(TRACE, SPAN, True), id="of a later version"),
+        pytest.param(VALID + b"-more", None, id="version 00 with another field"),
         pytest.param(b"ff" + VALID[2:], None, id="version ff"),
         pytest.param(VALID.upper(), None, id="upper case"),
         pytest.param(b"00-" + b"0" * 32 + VALID[35:], None, id="no trace"),

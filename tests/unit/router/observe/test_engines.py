@@ -1,6 +1,7 @@
 """What probes find out about engines: latency, the longest context, deaths."""
 
 import asyncio
+import math
 import time
 
 import pytest
@@ -11,6 +12,8 @@ from fulcrum_router.fleet.engine_metrics import read_context_tokens
 from fulcrum_router.fleet.instances import Fleet, Instance
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.observe.engines import EngineProber, LatencySums
+from fulcrum_router.policy.kv_pairs.pair_record import PairKey, TransferOutcome
+from fulcrum_router.policy.prefix_index import PromptPrefix
 from fulcrum_router.router import Router
 from tests.unit.router.builders import make_serving
 
@@ -86,3 +89,20 @@ def test_an_engine_has_died_that_answered_and_refuses_connections(
         failed = LegFailed(Failure.REFUSED, "no connection", may_have_started=False)
         router.record_leg_failure(instance, PREFILL, failed)
     assert router.journeys.engine_deaths.count(time.monotonic()) == deaths
+
+
+def test_a_death_that_a_probe_finds_ends_what_the_engine_knew() -> None:
+    """The engine was started again before a leg or a second probe failed."""
+    router, instance = Router(), make_serving("p0", Role.PREFILL)
+    router.fleet.add(instance)
+    pair = router.pairs[PairKey("p0", "d0")]
+    pair.record(TransferOutcome.VERIFIED, now_s=0.0)
+    router.journeys.set_prefix_aware(prefix_aware=True)
+    index, prompt = router.journeys.prefix_index, PromptPrefix((11,), (300,))
+    assert index is not None
+    index.record(prompt, "p0", new_tokens=300, room_tokens=math.inf)
+    index.report("p0", index.find_hits(prompt), prompt, cached_tokens=1)
+    assert index.find_hits(prompt).tokens
+    router.record_death(instance)
+    assert not index.find_hits(prompt).tokens
+    assert pair.estimate_wait_s(0.2, 0.1) == 0.2

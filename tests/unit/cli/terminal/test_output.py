@@ -1,0 +1,12 @@
+"""Texts of the command line that show values."""
+
+import pytest
+
+from fulcrum_cli.terminal.output import format_seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.34, "340 ms"), (0.9994, "999 ms"), (0.9999, "1.00 s"), (1.25, "1.25 s")]
+)
+def test_a_latency_below_a_second_is_given_in_milliseconds(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
