@@ -31,7 +31,7 @@ from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Slo
 from fulcrum_router.policy.tiers.tier_reserve import Reserve
 from fulcrum_router.policy.tiers.token_counters import INPUT_WEIGHT, OUTPUT_WEIGHT
-from fulcrum_router.policy.waiting.waiting_lines import AGEING_FACTOR
+from fulcrum_router.policy.waiting.level import AGEING_FACTOR
 from fulcrum_simulator.fleet.load import leave_out_overlong
 from fulcrum_simulator.fleet.options import RunOptions, parse_policy
 from fulcrum_simulator.fleet.records import RequestResult

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from fulcrum_router.policy.ledger import Ledger
 from fulcrum_router.policy.tiers.token_account import TokenAccount
 from fulcrum_router.policy.tiers.token_counters import INPUT_WEIGHT, OUTPUT_WEIGHT
-from fulcrum_router.policy.waiting.waiting_lines import AGEING_FACTOR, LeaveResult
+from fulcrum_router.policy.waiting.level import AGEING_FACTOR
+from fulcrum_router.policy.waiting.waiter import LeaveResult
 from fulcrum_router.policy.waiting.waiting_room import Charge, WaitingRoom
 from tests.unit.router.builders import open_account
 

@@ -2,7 +2,7 @@
 
 This is the third layer of `Journey`: `machine` calls it where an event leaves something to choose. Each
 choice is carried out in the ledgers at once, and the returned `Action` tells the interpreter what to send.
-The layer also implements `waiting_room.Waiter`, by which the waiting room asks a request to leave.
+The layer also implements `waiter.Waiter`, by which the waiting room asks a request to leave.
 """
 
 import math
@@ -28,7 +28,7 @@ from fulcrum_router.policy.journey.protocols import NIXL_PULL, find_protocol
 from fulcrum_router.policy.journey.states import Action, LocalPrefillReason, State, StopReason
 from fulcrum_router.policy.predictions.prediction import predict_ttft
 from fulcrum_router.policy.tiers.admission import ADMITTED, Admitted, Refusal
-from fulcrum_router.policy.waiting.waiting_room import LeaveResult
+from fulcrum_router.policy.waiting.waiter import LeaveResult
 
 MAX_ATTEMPTS = 3
 """Instances tried for one phase of a request."""
@@ -311,23 +311,23 @@ class JourneyChoices(EligibleInstances[V]):
 
     @property
     def arrival_s(self) -> float:
-        """See `waiting_room.Waiter`."""
+        """See `waiter.Waiter`."""
         return self.work.arrival_s
 
     @property
     def deadline_s(self) -> float:
-        """See `waiting_room.Waiter`."""
+        """See `waiter.Waiter`."""
         return self.work.deadline_s
 
     def give_way(self) -> None:
-        """See `waiting_room.Waiter`."""
+        """See `waiter.Waiter`."""
         self.stop_reason = StopReason.FULL
         action = self._end(self.work.arrival_s, Action.FAIL)  # no leg is open; buckets ignore the past
         if self.on_moved is not None:
             self.on_moved(action)
 
     def give_up(self, now_s: float) -> None:
-        """See `waiting_room.Waiter`."""
+        """See `waiter.Waiter`."""
         self.stop_reason = StopReason.REFUSED
         self.refusal = self._context.refuse_waiting(self.work, now_s)
         action = self._end(now_s, Action.FAIL)
@@ -336,22 +336,22 @@ class JourneyChoices(EligibleInstances[V]):
 
     @property
     def priority(self) -> int:
-        """See `waiting_room.Waiter`."""
+        """See `waiter.Waiter`."""
         return self.work.priority
 
     @property
     def tenant(self) -> str:
-        """See `waiting_room.Waiter`."""
+        """See `waiter.Waiter`."""
         return self.work.tenant
 
     @property
     def tier(self) -> str:
-        """See `waiting_room.Waiter`."""
+        """See `waiter.Waiter`."""
         return self.work.tier
 
     @property
     def exclusion(self) -> Hashable:
-        """See `waiting_room.Waiter`."""
+        """See `waiter.Waiter`."""
         has_leg = self._no_prefill_leg is None
         failed_prefill = frozenset(self._failed_prefill if has_leg else ())
         failed_decode = frozenset(self._failed_decode)
@@ -362,7 +362,7 @@ class JourneyChoices(EligibleInstances[V]):
         )
 
     def try_to_leave(self, now_s: float, *, late: bool, held_for_long: bool) -> LeaveResult:
-        """See `waiting_room.Waiter`."""
+        """See `waiter.Waiter`."""
         context = self._context
         self._find_hits()
         exclude = self._failed_prefill + context.pairs.broken_prefill_instances

@@ -10,7 +10,8 @@ wait for decode (`Level.held`).
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 
-from fulcrum_router.policy.waiting.waiting_lines import Level, Line, WaitingRequest
+from fulcrum_router.policy.waiting.level import Level
+from fulcrum_router.policy.waiting.line import Line, WaitingRequest
 
 MAX_HELD_LINES = 16
 """Tenants of one tier that are held before its others are not asked: asking 10,000 would stop the router."""

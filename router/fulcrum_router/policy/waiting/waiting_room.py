@@ -5,7 +5,7 @@ instead can still go to any instance, in any order, after loads or instances hav
 gets no more prefill work than keeps it busy: `prefill_ahead_s` seconds. In mode Direct that is infinite:
 nothing waits.
 
-The room keeps the limit, and lets requests leave in the order of `waiting_lines`. Which requests join, and
+The room keeps the limit, and lets requests leave in the order of `level`. Which requests join, and
 which may leave, is decided by their journeys (`Waiter.try_to_leave`). The room also charges tenants for what
 they use (`token_counters`), has requests that have waited for too long give up, and, when it is full, has a
 request of the lowest level give way to a more important one.
@@ -18,15 +18,9 @@ from collections.abc import Hashable, Mapping
 from fulcrum_router.policy.tiers.token_account import TokenAccount, Tokens
 from fulcrum_router.policy.tiers.token_counters import INPUT_WEIGHT, OUTPUT_WEIGHT, TokenCounters
 from fulcrum_router.policy.waiting.leaving_round import LeavingRound
-from fulcrum_router.policy.waiting.waiting_lines import (
-    LATE_EVERY,
-    LeaveResult,
-    Level,
-    Waiter,
-    WaitingRequest,
-)
-
-__all__ = ["LATE_EVERY", "MAX_REQUESTS", "Charge", "LeaveResult", "Waiter", "WaitingRoom"]
+from fulcrum_router.policy.waiting.level import Level
+from fulcrum_router.policy.waiting.line import WaitingRequest
+from fulcrum_router.policy.waiting.waiter import LeaveResult, Waiter
 
 MAX_REQUESTS = 10_000
 """Requests that wait at most; the next one is refused. Their bodies count in `http1.limits`."""
@@ -169,7 +163,7 @@ class WaitingRoom:
         level.ttft_s = waiter.deadline_s - waiter.arrival_s
         line = level.open_line(waiter.tenant, waiter.tier, departed_s=self._departed_s, work_s=work_s)
         exclusion = self._count_exclusion(waiter.exclusion)
-        request = WaitingRequest(waiter, level, line, number, prefill_s, work_s, exclusion)
+        request = WaitingRequest(waiter, line, number, prefill_s, work_s, exclusion)
         self.members[waiter] = request
         level.add(request)
         self.prefill_s += prefill_s
@@ -194,7 +188,7 @@ class WaitingRoom:
         if request is None:
             return
         request.gone = True
-        level, line = request.level, request.line
+        level, line = self._find_level(waiter.priority), request.line
         # Adding and subtracting floats leaves a rounding error: reset the sums when nobody waits.
         self.prefill_s = self.prefill_s - request.prefill_s if self.members else 0.0
         if request.in_time:
@@ -266,7 +260,8 @@ class WaitingRoom:
 
     def _ask(self, request: WaitingRequest, leaving: LeavingRound, now_s: float) -> bool:
         """Ask a request to leave; False: no other can leave either."""
-        level, line, late = request.level, request.line, not request.in_time
+        level, line = self._find_level(request.waiter.priority), request.line
+        late = not request.in_time
         held_for_long = level.is_held_for_long(line, now_s)
         result = request.waiter.try_to_leave(now_s, late=late, held_for_long=held_for_long)
         if result is _LEFT:
@@ -291,11 +286,11 @@ class WaitingRoom:
         if request.work_s < math.inf:
             self._departed_s += request.work_s
         request.line.record_departure(request)
-        request.level.record_departure(self._departed_s, request.work_s)
+        self._find_level(request.waiter.priority).record_departure(self._departed_s, request.work_s)
 
     def _move_to_late(self, request: WaitingRequest) -> None:
         request.line.move_to_late(request)
-        request.level.add_in_time(request.line, -request.prefill_s)
+        self._find_level(request.waiter.priority).add_in_time(request.line, -request.prefill_s)
 
     def _make_room(self, newcomer: Waiter) -> bool:
         """Have a request of the lowest level give way: one of the tenant that has most of them there.

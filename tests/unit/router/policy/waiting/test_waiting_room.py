@@ -25,12 +25,12 @@ from fulcrum_router.policy.ledger import Ledger
 from fulcrum_router.policy.tiers.token_account import Tokens
 from fulcrum_router.policy.tiers.token_counters import MAX_IDLE_TENANTS
 from fulcrum_router.policy.waiting.leaving_round import MAX_HELD_LINES
-from fulcrum_router.policy.waiting.waiting_lines import AGEING_FACTOR, MAX_HOLD_S
+from fulcrum_router.policy.waiting.level import AGEING_FACTOR, MAX_HOLD_S
+from fulcrum_router.policy.waiting.line import LATE_EVERY
+from fulcrum_router.policy.waiting.waiter import LeaveResult
 from fulcrum_router.policy.waiting.waiting_room import (
-    LATE_EVERY,
     MAX_EXCLUSIONS,
     MAX_GIVE_UPS,
-    LeaveResult,
     WaitingRoom,
 )
 from tests.unit.router.builders import SLO, FakeFleet, FakeInstance, instance, open_account, work

@@ -1,4 +1,6 @@
-"""The order of waiting requests: by the priority of their tiers, then fair between tenants, then by deadline.
+"""The order of waiting requests: by the priority of their tiers, then fair between tenants.
+
+`line` has the order of the requests of one tenant.
 
 A *level* holds the tiers of one priority. The highest level with a waiting request goes first, with one
 exception: once a lower level has sent a request, it may send the next one when the other levels have sent
@@ -12,235 +14,22 @@ The share is one of prefill work. While decode has no room for the next request 
 request leaves at its turn even if decode has no room; in a level, at most one request does so in that time.
 
 In a level, the tier with the least virtual token counter goes first; the tokens of a tier are divided by its
-weight. In the tier, the tenant with the least counter goes first (`token_counters`), and of one tenant the
-request with the earliest deadline. A request that no instance can serve in time any more is *late*. The
-tenant's other requests pass it: it has missed its objective already, and behind it they would miss theirs.
-Late requests leave in the order of arrival: when the tenant has no other waiting request, and as every
-`LATE_EVERY`-th request of the tenant, so that none of them waits for ever.
+weight. In the tier, the tenant with the least counter goes first (`token_counters`).
 """
 
 import heapq
 import math
 from bisect import bisect_left, insort
 from collections.abc import Collection, Hashable, Iterable, Mapping
-from enum import Enum
-from typing import Protocol
 
 from fulcrum_router.policy.tiers.token_counters import TokenCounters
+from fulcrum_router.policy.waiting.line import Line, LineKey, WaitingRequest
 
-LATE_EVERY = 8
-"""While late requests of a tenant wait, one of this many of its requests that leave is late."""
 AGEING_FACTOR = 15.0
 """A lower level may send a request after the others have sent this many times the work of its last one."""
 
 MAX_HOLD_S = 5.0
 """Time after which a held tenant's request may leave without room in decode, one of its level at a time."""
-
-
-class LeaveResult(Enum):
-    """Result of a request's attempt to leave the room."""
-
-    LEFT = "left"
-    """An instance took the request."""
-    BLOCKED = "blocked"
-    """No instance can take the request now."""
-    LATE = "late"
-    """Some instance could take the request, but none would respond in time."""
-    HELD = "held"
-    """Decode has no room for the request: other tenants may pass."""
-    RESERVED = "reserved"
-    """The instances that could take the request are kept for other tiers: others may pass."""
-
-
-class Waiter(Protocol):
-    """A request that can wait."""
-
-    @property
-    def arrival_s(self) -> float:
-        """When the request arrived at the router."""
-
-    @property
-    def deadline_s(self) -> float:
-        """When the first byte of its response is due."""
-
-    @property
-    def priority(self) -> int:
-        """Priority of the request's tier; higher is more important."""
-
-    @property
-    def tenant(self) -> str:
-        """Tenant that sent the request; empty: not known."""
-
-    @property
-    def tier(self) -> str:
-        """Name of the request's tier."""
-
-    def try_to_leave(self, now_s: float, *, late: bool, held_for_long: bool) -> LeaveResult:
-        """Call `leave` if an instance can take the request now.
-
-        Args:
-            now_s: The time.
-            late: Leave even if no instance would respond in time.
-            held_for_long: Leave even if decode has no room for the request.
-        """
-
-    def give_way(self) -> None:
-        """Call `leave` and fail: the room is full, and a request that goes first takes its place."""
-
-    def give_up(self, now_s: float) -> None:
-        """Call `leave` and fail: the request has waited for too long."""
-
-    @property
-    def exclusion(self) -> Hashable:
-        """The instances that are ruled out for this request: others may pass it; None: no instance is.
-
-        Requests with the same exclusion are blocked together. It does not change while the request waits.
-        """
-
-
-class WaitingRequest:
-    """A request in the waiting room, with the line in which it waits."""
-
-    __slots__ = ("exclusion", "gone", "in_time", "level", "line", "number", "prefill_s", "waiter", "work_s")
-
-    def __init__(
-        self,
-        waiter: Waiter,
-        level: "Level",
-        line: "Line",
-        number: int,
-        prefill_s: float,
-        work_s: float,
-        exclusion: Hashable,
-    ) -> None:
-        self.waiter, self.level, self.line, self.number = waiter, level, line, number
-        self.exclusion = exclusion
-        """The waiter's, or one that it shares with others: see `waiting_room.MAX_EXCLUSIONS`."""
-        self.prefill_s, self.work_s = prefill_s, work_s
-        """Work of prefill instances, and time to compute the prompt wherever that is, in seconds."""
-        self.in_time, self.gone = True, False
-
-
-_Place = tuple[float, int, WaitingRequest]
-
-
-class _Row:
-    """The requests of a line that have the same exclusion."""
-
-    __slots__ = ("in_time", "late")
-
-    def __init__(self) -> None:
-        self.in_time: list[_Place] = []
-        """Requests in time, sorted by deadline."""
-        self.late: list[_Place] = []
-        """Late requests, sorted by arrival."""
-
-    def add(self, request: WaitingRequest) -> None:
-        places, place = self._find_place(request)
-        insort(places, place)
-
-    def remove(self, request: WaitingRequest) -> None:
-        places, place = self._find_place(request)
-        del places[bisect_left(places, place)]
-
-    def _find_place(self, request: WaitingRequest) -> tuple[list[_Place], _Place]:
-        waiter = request.waiter
-        if request.in_time:
-            return self.in_time, (waiter.deadline_s, request.number, request)
-        return self.late, (waiter.arrival_s, request.number, request)
-
-
-LineKey = tuple[str, str]
-"""Tenant and tier."""
-
-
-class Line:
-    """The requests of one tenant in one tier."""
-
-    __slots__ = (
-        "_late_turn",
-        "_rows",
-        "count",
-        "held_since_s",
-        "in_time_prefill_s",
-        "is_aside",
-        "key",
-        "number",
-        "tenant",
-        "tier",
-    )
-
-    def __init__(self, tenant: str, tier: str) -> None:
-        self.tenant = tenant
-        self.tier = tier
-        self.key = tenant, tier
-        self.count = 0
-        self.in_time_prefill_s = 0.0
-        """Work of prefill instances that its requests in time bring, in seconds."""
-        self.is_aside = False
-        """Whether the line is left out until it is enqueued again."""
-        self.number = 0
-        """Place of the line among those with an equal counter."""
-        self._rows: dict[Hashable, _Row] = {}
-        """Requests by exclusion; no row is empty."""
-        self._late_turn = 0
-        """Requests that have left since the last late one."""
-        self.held_since_s: float | None = None
-        """When decode first had no room for its next request; None: it had, or was not asked."""
-
-    @property
-    def exclusions(self) -> Collection[Hashable]:
-        """The exclusions of its requests."""
-        return self._rows.keys()
-
-    def add(self, request: WaitingRequest) -> bool:
-        """Add a request; whether it is the only one with its exclusion."""
-        row = self._rows.get(request.exclusion)
-        is_new = row is None
-        if row is None:
-            row = self._rows[request.exclusion] = _Row()
-        row.add(request)
-        return is_new
-
-    def remove(self, request: WaitingRequest) -> None:
-        """Remove a request that leaves."""
-        row = self._rows[request.exclusion]
-        row.remove(request)
-        if not row.in_time and not row.late:
-            del self._rows[request.exclusion]
-
-    def move_to_late(self, request: WaitingRequest) -> None:
-        """Order a request among the late ones."""
-        row = self._rows[request.exclusion]
-        row.remove(request)
-        request.in_time = False
-        row.add(request)
-
-    def find_next(self, blocked: Collection[Hashable]) -> WaitingRequest | None:
-        """The next request to leave; None: all have one of the exclusions in `blocked`."""
-        rows = [row for exclusion, row in self._rows.items() if exclusion not in blocked]
-        in_time = [row.in_time[0] for row in rows if row.in_time]
-        late = [row.late[0] for row in rows if row.late]
-        if late and (not in_time or self._late_turn + 1 >= LATE_EVERY):
-            return min(late)[2]
-        return min(in_time)[2] if in_time else None
-
-    def find_last(self) -> Waiter:
-        """The late request that arrived last; if none is late, the request with the latest deadline."""
-        rows = self._rows.values()
-        late = [row.late[-1] for row in rows if row.late]
-        return max(late or [row.in_time[-1] for row in rows if row.in_time])[2].waiter
-
-    def hold(self, now_s: float) -> None:
-        """Remember since when decode has no room for the next request."""
-        if self.held_since_s is None:
-            self.held_since_s = now_s
-
-    def record_departure(self, request: WaitingRequest) -> None:
-        """Count a request that has left for an instance."""
-        self._late_turn = self._late_turn + 1 if request.in_time else 0
-        self.held_since_s = None
-
 
 _LinePlace = tuple[float, int, str]
 """Counter of the tenant, number of the line, tenant."""
