@@ -17,8 +17,7 @@ import orjson
 
 from fulcrum_router.http1.engine_events import Usage
 from fulcrum_router.http1.json_limits import InvalidBody, parse_limited_object
-from fulcrum_router.http1.lax_bools import parse_lax_bool
-from fulcrum_router.http1.lax_ints import parse_lax_int
+from fulcrum_router.http1.lax_values import parse_lax_bool, parse_lax_int
 from fulcrum_router.http1.output_limits import MAX_N, count_choices, count_prompts
 from fulcrum_router.http1.prompt_size import measure_prompt
 from fulcrum_router.policy.journey import LocalPrefillReason

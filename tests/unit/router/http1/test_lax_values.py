@@ -1,4 +1,4 @@
-"""Whole numbers are read as pydantic reads them, and so vLLM."""
+"""Whole numbers and booleans are read as pydantic reads them, and so vLLM."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fulcrum_router.http1.bodies import parse_request_body
 from fulcrum_router.http1.json_limits import InvalidBody
-from fulcrum_router.http1.lax_ints import parse_lax_int
+from fulcrum_router.http1.lax_values import parse_lax_bool, parse_lax_int
 
 NUMBER = pydantic.TypeAdapter(int)
 
@@ -56,6 +56,14 @@ def test_the_body_has_the_number_that_the_router_has_read(value: Any) -> None:
 def test_a_text_that_is_no_number_is_refused(name: str, value: str) -> None:
     with pytest.raises(InvalidBody, match=f"{name} is not a whole number"):
         parse_request_body(orjson.dumps({"prompt": "x", name: value}), 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "parsed"),
+    [("on", True), ("FALSE", False), (1.0, True), (2, None), ("ja", None), ([True], None)],
+)
+def test_a_boolean_may_be_a_word_or_a_number(value: Any, parsed: bool | None) -> None:
+    assert parse_lax_bool(value) is parsed
 
 
 def test_several_choices_in_words_are_several_choices() -> None:
