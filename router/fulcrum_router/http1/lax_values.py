@@ -1,4 +1,4 @@
-"""Booleans and whole numbers of a client's JSON as vLLM reads them: with pydantic, which accepts other values.
+"""Booleans and whole numbers of a client's JSON as vLLM reads them: with pydantic, which accepts more values.
 
 What the router took for no stream or no limit, and the engine for one, would evade the rules of streams and
 the limits of time and of tokens.

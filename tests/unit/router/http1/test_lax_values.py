@@ -51,7 +51,7 @@ def test_the_body_has_the_number_that_the_router_has_read(value: Any) -> None:
     assert (body.fields["max_tokens"], orjson.loads(body.raw)["max_tokens"]) == (100, 100)
 
 
-@pytest.mark.parametrize("value", ["many", "", "1.5", "9" * 25, "1" * 5_000, "0x10"])
+@pytest.mark.parametrize("value", ["many", "", "1.5", "9" * 25, "1" * 5_000, "0" * 100_000, "0x10"])
 @pytest.mark.parametrize("name", ["n", "max_tokens"])
 def test_a_text_that_is_no_number_is_refused(name: str, value: str) -> None:
     with pytest.raises(InvalidBody, match=f"{name} is not a whole number"):
@@ -60,7 +60,7 @@ def test_a_text_that_is_no_number_is_refused(name: str, value: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "parsed"),
-    [("on", True), ("FALSE", False), (1.0, True), (2, None), ("ja", None), ([True], None)],
+    [("on", True), ("FALSE", False), (1.0, True), (2, None), ("ja", None), ([1], None)],
 )
 def test_a_boolean_may_be_a_word_or_a_number(value: Any, parsed: bool | None) -> None:
     assert parse_lax_bool(value) is parsed
