@@ -1,4 +1,4 @@
-"""The operator process: its options, its election and its end.
+"""The operator process: its election and its end.
 
 Several replicas may run: the holder of the Lease reconciles all services, the others are standbys.
 """
@@ -6,16 +6,14 @@ Several replicas may run: the holder of the Lease reconciles all services, the o
 import argparse
 import asyncio
 import contextlib
-import json
 import random
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import structlog
 from aiohttp import web
@@ -24,17 +22,16 @@ from fulcrum_cluster.client import ClusterClient, open_cluster, resolve_client_c
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.election_thread import HUNG_AFTER_S, ElectionThread
 from fulcrum_cluster.leader_election import OPERATOR_TIMING, KubernetesLease, LeaderElector, StepDown
-from fulcrum_cluster.logs import add_log_level_option, configure_logging
+from fulcrum_cluster.logs import configure_logging
 from fulcrum_cluster.objects import ObjectApi
 from fulcrum_cluster.process import (
-    ANY_ADDRESS,
-    ArgumentParser,
     announce_ready,
     bind_socket,
     exit_with_error,
 )
 from fulcrum_cluster.tracing import open_root_spans
 from fulcrum_core.errors import InvalidInput
+from fulcrum_operator.arguments import make_parser
 from fulcrum_operator.controller.metrics import ApiCallCollector, Metrics, make_http_app
 from fulcrum_operator.engines.images import EngineImages
 from fulcrum_operator.manifests.names import InstallationSettings, ServiceAccount
@@ -42,123 +39,17 @@ from fulcrum_operator.manifests.names import InstallationSettings, ServiceAccoun
 if TYPE_CHECKING:
     from fulcrum_operator.controller.leader import Leader, OperatorOptions
 
-_ENGINE_IMAGE_KINDS = tuple(field.name for field in fields(EngineImages))
-
 _log = structlog.get_logger()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run until SIGTERM or SIGINT (exit code 0), or until the Lease is lost (exit code 1)."""
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     configure_logging(level=args.log_level)
     try:
         sys.exit(asyncio.run(_run_operator(args)))
     except (InvalidInput, OSError) as error:
         exit_with_error(error)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = ArgumentParser(prog="fulcrum_operator", description="Reconcile all PDServices of a cluster.")
-    add = parser.add_argument
-    add("--store", default="in-cluster", help="API server: in-cluster or kubeconfig:[PATH][#CONTEXT]")
-    add("--namespace", default="", help="reconcile this namespace only (default: all)")
-    add("--image", required=True, help="image of routers, and of engines without an image of their own")
-    add("--image-pull-secret", action="append", default=[], help="pull secret of that image; may be repeated")
-    add(
-        "--engine-image",
-        action="append",
-        type=_parse_engine_image,
-        default=[],
-        help=f"default image of engines, as KIND=IMAGE; KIND is one of {', '.join(_ENGINE_IMAGE_KINDS)}",
-    )
-    add("--hub-endpoint", default="", help="HF_ENDPOINT of engines and model readers (default: the hub)")
-    add("--lease-namespace", required=True, help="namespace of this operator and of its Lease")
-    add("--identity", required=True, help="holder name in the Lease: the name of this pod")
-    add(
-        "--service-account",
-        default="fulcrum-operator",
-        help="ServiceAccount of the operator, and name of its Lease",
-    )
-    add(
-        "--autoscaler-service-account",
-        type=_parse_account,
-        help="ServiceAccount of the autoscaler, as NAMESPACE:NAME",
-    )
-    add(
-        "--token-file",
-        type=Path,
-        required=True,
-        help="file with the token for the routers' state ports; read again for each request",
-    )
-    add(
-        "--metrics-callers",
-        type=_parse_peers,
-        default=(),
-        help="peers of a NetworkPolicy that may scrape engines, as a JSON list (default: none)",
-    )
-    add("--router-state", default=None, help="URL of routers' state ports, with {service} and {namespace}")
-    add("--state-ca", type=Path, help="PEM file with the authorities of state ports with TLS")
-    add("--router-replicas", type=int, default=2, help="routers for each service, one of which is active")
-    add(
-        "--router-resources",
-        type=_parse_resources,
-        default={},
-        help="resources of the router containers, as JSON (default: none)",
-    )
-    add(
-        "--router-template",
-        type=_parse_template,
-        default={},
-        help="strategic merge patch of the router pods, as JSON (default: none)",
-    )
-    add_log_level_option(parser)
-    add("--host", default=ANY_ADDRESS, help="address for /healthz, /readyz and /metrics (default: all)")
-    add("--port", type=int, default=9093, help="port for /healthz, /readyz and /metrics; 0: any free port")
-    return parser
-
-
-def _parse_account(text: str) -> ServiceAccount:
-    namespace, colon, name = text.partition(":")
-    if not (namespace and colon and name):
-        raise argparse.ArgumentTypeError(f"{text} is not NAMESPACE:NAME")
-    return ServiceAccount(namespace, name)
-
-
-def _parse_engine_image(text: str) -> tuple[str, str]:
-    kind, equals, image = text.partition("=")
-    if kind not in _ENGINE_IMAGE_KINDS or not (equals and image):
-        raise argparse.ArgumentTypeError(f"{text} is not KIND=IMAGE with {', '.join(_ENGINE_IMAGE_KINDS)}")
-    return kind, image
-
-
-def _parse_peers(text: str) -> tuple[dict[str, Any], ...]:
-    try:
-        parsed = json.loads(text)
-    except ValueError:
-        parsed = None
-    if not isinstance(parsed, list) or not all(isinstance(peer, dict) and peer for peer in parsed):
-        raise argparse.ArgumentTypeError(f"{text} is not a list of NetworkPolicy peers as JSON")
-    return tuple(parsed)
-
-
-def _parse_resources(text: str) -> dict[str, Any]:
-    try:
-        parsed = json.loads(text)
-    except ValueError:
-        parsed = None
-    if not isinstance(parsed, dict) or not set(parsed) <= {"requests", "limits", "claims"}:
-        raise argparse.ArgumentTypeError(f"{text} is not a container's resources as JSON")
-    return parsed
-
-
-def _parse_template(text: str) -> dict[str, Any]:
-    try:
-        parsed = json.loads(text)
-    except ValueError:
-        parsed = None
-    if not isinstance(parsed, dict) or not set(parsed) <= {"metadata", "spec"}:
-        raise argparse.ArgumentTypeError(f"{text} is not a patch of a pod's metadata and spec as JSON")
-    return parsed
 
 
 async def _run_operator(args: argparse.Namespace) -> int:

@@ -9,8 +9,9 @@ import pytest
 from fulcrum_cluster.leader_election import LeaderElector
 from fulcrum_cluster.objects import ObjectKind
 from fulcrum_core.errors import StoreUnavailable
+from fulcrum_operator.arguments import make_parser
 from fulcrum_operator.controller.metrics import Metrics
-from fulcrum_operator.program import Candidate, _parser, make_elector
+from fulcrum_operator.program import Candidate, make_elector
 from tests.waiting import advance
 
 pytestmark = pytest.mark.looptime
@@ -32,7 +33,7 @@ class FailingLeases:
 def candidate(leases: FailingLeases, stop: asyncio.Event, *more: str) -> Candidate[LeaderElector]:
     cluster: Any = None
     lease: Any = leases
-    args = _parser().parse_args([*ARGS, *more])
+    args = make_parser().parse_args([*ARGS, *more])
     return Candidate(cluster, partial(make_elector, lease, args), args, Metrics(), stop)
 
 
