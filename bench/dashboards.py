@@ -26,20 +26,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fulcrum_cli.play.loads import make_load
-from tests.kubernetes.monitoring.scenario import (
+from tests.kubernetes.monitoring.queries import (
     DASHBOARDS,
     GRAFANA_VALUES,
-    RIGHTLY_EMPTY,
     PrometheusApi,
     list_queries,
-    run_monitored_service,
+    read_data,
 )
+from tests.kubernetes.monitoring.scenario import run_monitored_service
 
 GRAFANA = Path(__file__).parent / "grafana"
-DISTURBANCE_S = 15.0
-"""Time before each flip and kill."""
-SERIES_MAX, SERIES_OF_INSTANCE_MAX = 400, 150
 ROW_PX, HEAD_PX, WIDTH_PX = 36, 60, 1600
 
 
@@ -50,39 +46,16 @@ async def main() -> int:
     options = parser.parse_args()
     if options.pictures:
         build_page()
-    load = make_load("moving", duration_s=options.seconds, seed=1)
-    disturbances = max(1, int(options.seconds / DISTURBANCE_S))
     with tempfile.TemporaryDirectory() as folder:
-        async with run_monitored_service(
-            Path(folder), load, disturbances=disturbances, interval_s=DISTURBANCE_S
-        ) as prometheus:
+        async with run_monitored_service(Path(folder), seconds=options.seconds) as prometheus:
             now_s = int(time.time())
-            failures = await check_data(prometheus, options.seconds, now_s)
+            data = await read_data(prometheus, for_s=options.seconds, now_s=now_s)
+            print(data)
+            failures = data.list_faults()
             if options.pictures:
                 failures += await draw_all(prometheus, options.seconds, now_s, options.pictures)
     print("\n".join(failures) or "no failures")
     return bool(failures)
-
-
-async def check_data(prometheus: PrometheusApi, seconds: float, now_s: int) -> list[str]:
-    """Check queries, rules and series at a time, unix seconds; returns what is wrong."""
-    queries = list_queries()
-    counts = [await prometheus.count_series(query.expr, for_s=seconds, now_s=now_s) for query in queries]
-    empty = [query for query, count in zip(queries, counts, strict=True) if not count]
-    health = await prometheus.list_rule_health()
-    of_service, of_instance = await prometheus.count_own_series()
-    print(f"{len(queries) - len(empty)} of {len(queries)} queries of {len(DASHBOARDS)} dashboards have data")
-    for query in empty:
-        print(f"  without: {query.panel} ({RIGHTLY_EMPTY.get(query.panel, 'WRONG')})")
-    sound = [name for name, state in health if state == "ok"]
-    print(f"{len(sound)} of {len(health)} rules are evaluated")
-    print(f"series of the service {of_service} (bar {SERIES_MAX}), of one instance {of_instance} "
-          f"(bar {SERIES_OF_INSTANCE_MAX})")  # fmt: skip
-    failures = [f"no data: {query.panel}" for query in empty if query.panel not in RIGHTLY_EMPTY]
-    failures += [f"rule {name}: {state}" for name, state in health if state != "ok"]
-    if of_service > SERIES_MAX or of_instance > SERIES_OF_INSTANCE_MAX:
-        failures.append("too many series")
-    return failures
 
 
 def build_page() -> None:

@@ -5,7 +5,15 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from fulcrum_autoscaler.policy import AutoscalingRules, DecisionAction, FlipDecision, Loads, Observation
+from fulcrum_autoscaler.policy import (
+    AutoscalingRules,
+    DecisionAction,
+    FlipDecision,
+    Loads,
+    Observation,
+    Rates,
+    Trigger,
+)
 from fulcrum_cluster.tracing import RootSpans
 from fulcrum_core.values import FlipPolicy, Role
 
@@ -42,6 +50,20 @@ class AutoscalerMetrics:
             [*_SERVICE_LABELS, "threshold"],
             registry=self.registry,
         )
+        self.forecast_prefill = Gauge(
+            "fulcrum_autoscaler_forecast_prefill_instances",
+            "Prefill work that policy balanced expects to arrive each second, in seconds: the prefill "
+            "instances that it keeps busy. NaN: not known, or another policy.",
+            _SERVICE_LABELS,
+            registry=self.registry,
+        )
+        self.forecast_output_tokens = Gauge(
+            "fulcrum_autoscaler_forecast_output_tokens_per_second",
+            "Output tokens of the requests that policy balanced expects to arrive each second. NaN: not "
+            "known, or another policy.",
+            _SERVICE_LABELS,
+            registry=self.registry,
+        )
         self.router_state_age = Gauge(
             "fulcrum_autoscaler_router_state_age_seconds",
             "Age of the router's state when last read; NaN if the router did not respond.",
@@ -73,6 +95,8 @@ class AutoscalerMetrics:
             self.load,
             self.assigned_instances,
             self.threshold,
+            self.forecast_prefill,
+            self.forecast_output_tokens,
             self.router_state_age,
             self.decisions,
             self.flips,
@@ -106,7 +130,7 @@ class ServiceMetrics:
             self._families.assigned_instances.labels(**self._labels, role=role.lower()).set(count)
 
     def record_decision(self, decision: FlipDecision) -> None:
-        """Count a decision and set the load gauges to its loads."""
+        """Count a decision and set the gauges of loads and forecast, the latter only at ticks."""
         trigger = decision.trigger
         self._families.decisions.labels(**self._labels, action=decision.action, trigger=trigger).inc()
         if decision.action is DecisionAction.FLIP and decision.to is not None:
@@ -116,6 +140,14 @@ class ServiceMetrics:
         loads = decision.loads or Loads(prefill=None, decode=None)
         for role, load in ((Role.PREFILL, loads.prefill), (Role.DECODE, loads.decode)):
             self._families.load.labels(**self._labels, role=role.lower()).set(load.low if load else _UNKNOWN)
+
+        if trigger is Trigger.TICK:
+            self._record_forecast(decision.forecast)
+
+    def _record_forecast(self, rates: Rates | None) -> None:
+        prefill, tokens = (rates.prefill, rates.output_tokens) if rates else (_UNKNOWN, _UNKNOWN)
+        self._families.forecast_prefill.labels(**self._labels).set(prefill)
+        self._families.forecast_output_tokens.labels(**self._labels).set(tokens)
 
     def trace_flip(self, decision: FlipDecision, *, began_s: float, now_s: float) -> None:
         """Send a span of a flip, from the begin of its decision until it was written. Times are unix time."""

@@ -7,6 +7,8 @@ _FORECAST = (
     f"sum by (time) (rate(fulcrum_router_ttft_forecast_seconds_total{{{SELECTOR}}}[{RATE}]))"
     f" / ignoring (time) group_left () sum(rate(fulcrum_router_ttft_forecasts_total{{{SELECTOR}}}[{RATE}]))"
 )
+_PREFILL_WORK = f"sum(rate(fulcrum_router_demand_prefill_seconds_total{{{SELECTOR}}}[{RATE}]))"
+_OUTPUT_TOKENS = f"sum(rate(fulcrum_router_output_tokens_total{{{SELECTOR}}}[{RATE}]))"
 
 
 def build() -> str:
@@ -46,6 +48,26 @@ def _seen() -> list[Panel]:
             "requests follow from the same model. Lines that part for minutes: see FulcrumPredictionsOff.",
             [Query(_FORECAST, "{{time}}")],
             unit="s",
+        ),
+        lines(
+            "Forecast and actual prefill work",
+            "Policy balanced: the prefill instances that arriving prompts will keep busy, and those that "
+            "they did. More than there are: prefill is the bottleneck. Lines that part for minutes: the load "
+            "comes in bursts; keep more instances.",
+            [
+                largest("autoscaler_forecast_prefill_instances", "service", legend="forecast"),
+                Query(_PREFILL_WORK, "actual"),
+            ],
+        ),
+        lines(
+            "Forecast and actual output tokens",
+            "Policy balanced: tokens of the requests that arrive each second, and of the responses that end. "
+            "A forecast that stays too low: answers are longer than the last ones were, and flips to decode "
+            "come late; policy arrow needs no forecast.",
+            [
+                largest("autoscaler_forecast_output_tokens_per_second", "service", legend="forecast"),
+                Query(_OUTPUT_TOKENS, "actual"),
+            ],
         ),
         lines(
             "Error of the predicted TTFT",

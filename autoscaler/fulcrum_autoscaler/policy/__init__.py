@@ -6,6 +6,7 @@
 from fulcrum_autoscaler.policy.arrow import MonitorState, propose_assignment
 from fulcrum_autoscaler.policy.decide import PolicyState, decide_on_flip_request, decide_on_tick
 from fulcrum_autoscaler.policy.decisions import DecisionAction, FlipDecision, RejectedInstance, Trigger
+from fulcrum_autoscaler.policy.forecast import Rates
 from fulcrum_autoscaler.policy.loads import Load, Loads, measure_loads
 from fulcrum_autoscaler.policy.observation import AutoscalingRules, Observation
 from fulcrum_autoscaler.policy.victims import NoVictim, Victim, choose_victim
@@ -20,6 +21,7 @@ __all__ = [
     "NoVictim",
     "Observation",
     "PolicyState",
+    "Rates",
     "RejectedInstance",
     "Trigger",
     "Victim",

@@ -70,9 +70,11 @@ def decide_balance(
         return replace(state, regret_s=0.0), _hold(observation, "the demand is not known yet", now_s)
     need = measure_need(observation, rates, rules.slo, state.batch_limit.requests)
     if need is None:
-        return replace(state, regret_s=0.0), _hold(observation, "no latency model is known yet", now_s)
+        hold = _hold(observation, "no latency model is known yet", now_s)
+        return replace(state, regret_s=0.0), replace(hold, forecast=rates)
     current, target = _find_target(prefill_count, decode_count, need, rules)
-    return _weigh(state, observation, rules, current, target, seconds, now_s)
+    state, decision = _weigh(state, observation, rules, current, target, seconds, now_s)
+    return state, replace(decision, forecast=rates)
 
 
 def _find_target(

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+from fulcrum_autoscaler.policy.forecast import Rates
 from fulcrum_autoscaler.policy.loads import Loads
 from fulcrum_core.values import Role
 
@@ -53,6 +54,8 @@ class FlipDecision:
     """Instances that flip to the same role by the same write."""
     to: Role | None = None
     loads: Loads | None = None
+    forecast: Rates | None = None
+    """What policy balanced expects to arrive; None: not known, or another policy decided."""
     consecutive_ticks: int = 0
     """The monitor's consecutive ticks, including this decision's tick."""
     split: str = ""

@@ -25,6 +25,7 @@ from fulcrum_router.control.tier_metrics import (
 from fulcrum_router.counters import ContinuationOutcome, Counters
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.policy import TransferPair, TransferPairs
+from fulcrum_router.policy.demand import Demand
 from fulcrum_router.policy.journey import LocalPrefillReason, StopReason
 from fulcrum_router.policy.prefix_index import PrefixIndex
 from fulcrum_router.router import Router
@@ -127,6 +128,7 @@ class RouterCollector(Collector):
         yield from _build_leg_families(self._router.counters)
         yield from _build_counter_families(self._router.counters)
         yield from _build_plain_counters(self._router.counters)
+        yield _build_demand_counter(self._router.journeys.demand)
         yield from _build_prefix_counters(self._router.journeys.prefix_index)
         yield from _build_client_families(self._router.counters)
         yield from _build_instance_families(self._router.fleet.instances)
@@ -255,6 +257,14 @@ def _build_plain_counters(counters: Counters) -> Iterator[Metric]:
     )
     yield CounterMetricFamily(
         "fulcrum_router_output_tokens", "Output tokens of complete responses.", counters.output_tokens
+    )
+
+
+def _build_demand_counter(demand: Demand) -> Metric:
+    return CounterMetricFamily(
+        "fulcrum_router_demand_prefill_seconds",
+        "Predicted time to compute the prompts of the requests that were admitted, in seconds.",
+        demand.snapshot().prefill_s,
     )
 
 

@@ -1,21 +1,17 @@
-"""A local service of three tiers under load, flips and kills, scraped by a real Prometheus.
+"""Two minutes of a local service of three tiers under load, flips and kills, scraped by a real Prometheus.
 
-The test runs it for some seconds, `bench/dashboards.py` for two minutes.
+The test checks what Prometheus has then, and `bench/dashboards.py` also draws the dashboards.
 """
 
 import asyncio
-import json
-import subprocess
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
-import yaml
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
@@ -23,32 +19,21 @@ from fulcrum_cli.assignment.writes import flip_instance
 from fulcrum_cli.local.engines import find_free_ports
 from fulcrum_cli.local.program_commands import ProgramCommands, router_command
 from fulcrum_cli.local.run import LocalRun, LocalRunOptions, run_local
+from fulcrum_cli.play.loads import make_load
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_core.api import PDAssignment, PDInstance, PDService, Resource
 from fulcrum_core.api.manifest import load_manifest
-from fulcrum_core.values import Role, Slo
+from fulcrum_core.values import FlipPolicy, Role, Slo
 from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.metrics import ApiCallCollector, Metrics
 from fulcrum_operator.controller.service_metrics import ServiceCollector
 from fulcrum_router.policy.tiers.tenant_counts import NAMED_MAX
 from fulcrum_simulator.client import LoadGenerator, LoadTarget
 from fulcrum_simulator.workload import WorkloadRequest
-from tests.kubernetes.monitoring.promtool import require_program
-from tests.paths import EXAMPLES, ROOT
+from tests.kubernetes.monitoring.queries import PrometheusApi, run_prometheus
+from tests.paths import EXAMPLES
 from tests.waiting import wait_until
 
-RULES = ROOT / "helm" / "fulcrum" / "rules" / "fulcrum.yaml"
-DASHBOARDS = sorted((ROOT / "helm" / "fulcrum" / "dashboards").glob("*.json"))
-RIGHTLY_EMPTY = {
-    "Local prefills": "no prefill failed",
-    "Flip requests of the router": "every request may be within its SLO",
-    "Flips": "every split may be right",
-    "annotation Flips": "as the panel",
-    "Failed background tasks": "none failed",
-    "Refused callers": "the service asks for no keys",
-    "Headers without effect": "every client is trusted",
-}
-"""Panels that may have no data in the scenario, and why."""
 TIERS = """
 apiVersion: fulcrum.dev/v1alpha1
 kind: QoSTier
@@ -69,96 +54,16 @@ spec:
 """
 SENDERS = {"premium": "acme", "free": "globex", "unknown": "initech"}
 """Tier that whole responses and streams are asked for, with the tenant that asks."""
-GRAFANA_VALUES = {
-    "__rate_interval": "10s",
-    "__range_s": "60",
-    "__range": "60s",
-    "namespace": "default",
-    "service": "play",
-    "price": "2.50",
-}
-"""Values of Grafana's variables, longer names first where one begins another."""
 DEADLINE_S = 60.0
-
-
-class PanelQuery(NamedTuple):
-    """A query of a panel or an annotation, with the values that Grafana would put in."""
-
-    dashboard: str
-    panel: str
-    expr: str
-
-
-def list_queries() -> list[PanelQuery]:
-    """List the queries of all dashboards."""
-    found: list[PanelQuery] = []
-    for file in DASHBOARDS:
-        dashboard = json.loads(file.read_text(encoding="utf-8"))
-        queries = [
-            (panel["title"], query) for panel in dashboard["panels"] for query in panel.get("targets", ())
-        ]
-        queries += [
-            (f"annotation {annotation['name']}", annotation)
-            for annotation in dashboard["annotations"]["list"]
-        ]
-        found += [PanelQuery(file.stem, name, _put_values_in(query["expr"])) for name, query in queries]
-    return found
-
-
-def _put_values_in(expr: str) -> str:
-    for name, value in GRAFANA_VALUES.items():
-        expr = expr.replace(f"${name}", value)
-    return expr
-
-
-@dataclass(frozen=True, slots=True)
-class PrometheusApi:
-    """Queries of a Prometheus."""
-
-    client: httpx.AsyncClient
-    url: str
-
-    async def count_series(self, expr: str, *, for_s: float = 60.0, now_s: float | None = None) -> int:
-        """Number of series that a query has a value of in the `for_s` seconds before `now_s`, unix time."""
-        end = time.time() if now_s is None else now_s
-        params: dict[str, str | float] = {"query": expr, "start": end - for_s, "end": end, "step": 1}
-        response = (await self.client.get(f"{self.url}/api/v1/query_range", params=params)).json()
-        assert response["status"] == "success", f"{expr}: {response.get('error')}"
-        series = response["data"]["result"]
-        return sum(any(value != "NaN" for _, value in each["values"]) for each in series)
-
-    async def query_value(self, expr: str) -> float:
-        """The value of a query with one series, now."""
-        response = (await self.client.get(f"{self.url}/api/v1/query", params={"query": expr})).json()
-        (series,) = response["data"]["result"]
-        return float(series["value"][1])
-
-    async def find_empty_queries(self) -> list[PanelQuery]:
-        """Queries without data, without those that are rightly empty."""
-        counts = [(query, await self.count_series(query.expr)) for query in list_queries()]
-        return [query for query, count in counts if not count and query.panel not in RIGHTLY_EMPTY]
-
-    async def list_rule_health(self) -> list[tuple[str, str]]:
-        """Name and health of each rule that was evaluated."""
-        groups = (await self.client.get(f"{self.url}/api/v1/rules")).json()["data"]["groups"]
-        return [(rule["name"], rule["health"]) for group in groups for rule in group["rules"]]
-
-    async def count_own_series(self) -> tuple[int, int]:
-        """Our series of the service, and the most of one instance, those of its pairs as prefill included."""
-        ours = '__name__=~"fulcrum_.*",service="play"'
-        of_service = await self.query_value(f'count({{{ours},instance=~".*:.*",prefill=""}})')
-        of_instance = await self.query_value(f'max(count by (instance) ({{{ours},instance!~".*:.*"}}))')
-        of_pairs = await self.query_value(f'max(count by (prefill) ({{{ours},prefill!=""}}))')
-        return int(of_service), int(of_instance + of_pairs)
+DISTURBANCE_S = 15.0
+"""Time before each flip and kill."""
 
 
 @asynccontextmanager
-async def run_monitored_service(
-    folder: Path, load: Iterable[WorkloadRequest], *, disturbances: int, interval_s: float
-) -> AsyncIterator[PrometheusApi]:
-    """Run service and Prometheus, and send the load; yields when it has ended.
+async def run_monitored_service(folder: Path, *, seconds: float = 120.0) -> AsyncIterator[PrometheusApi]:
+    """Run service and Prometheus, and send the load `moving` for `seconds`; yields when it has ended.
 
-    Meanwhile an instance is flipped and an engine killed, `disturbances` times, each after `interval_s`.
+    Meanwhile instances are flipped and engines killed. After half of it the service gets policy balanced.
     """
     (metrics_port,) = find_free_ports("127.0.0.1", 1)
     commands = ProgramCommands(
@@ -189,7 +94,9 @@ async def run_monitored_service(
             await send_of_each_tier(run, client)
             await send_of_many_tenants(run, client)
             await wait_until(has_scraped, "Prometheus has scraped the router", interval_s=0.2)
-            await asyncio.gather(send_load(run, load), disturb(run, client, disturbances, interval_s))
+            load = make_load("moving", duration_s=seconds, seed=1)
+            disturbances = max(1, int(seconds / DISTURBANCE_S))
+            await asyncio.gather(send_load(run, load), disturb(run, client, disturbances))
             yield prometheus
 
 
@@ -214,35 +121,6 @@ def list_engine_targets(instances: tuple[PDInstance, ...]) -> list[dict[str, Any
         }
         for instance in instances
     ]
-
-
-@contextmanager
-def run_prometheus(folder: Path, jobs: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
-    """Run Prometheus with the rules and these static targets; yields its URL."""
-    (port,) = find_free_ports("127.0.0.1", 1)
-    scrapes = [
-        {"job_name": name, "honor_labels": True, "static_configs": targets} for name, targets in jobs.items()
-    ]
-    config = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-        "rule_files": [str(RULES)],
-        "scrape_configs": scrapes,
-    }
-    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    command = [
-        require_program("prometheus"),
-        f"--config.file={folder / 'prometheus.yml'}",
-        f"--storage.tsdb.path={folder / 'data'}",
-        f"--web.listen-address=127.0.0.1:{port}",
-        "--web.cors.origin=http://127\\.0\\.0\\.1:[0-9]+",
-        "--log.level=warn",
-    ]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            process.communicate()
 
 
 @asynccontextmanager
@@ -278,10 +156,13 @@ async def serve_operator_metrics(run: LocalRun) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-async def disturb(run: LocalRun, client: httpx.AsyncClient, count: int, interval_s: float) -> None:
+async def disturb(run: LocalRun, client: httpx.AsyncClient, count: int) -> None:
     """`count` times: send requests of all tiers for a while, flip an instance, kill an engine in a stream."""
-    for _ in range(count):
-        until_s = time.monotonic() + interval_s
+    for number in range(count):
+        if number == count // 2:
+            change = {"spec": {"autoscaling": {"policy": FlipPolicy.BALANCED}}}
+            await run.store.patch(PDService, "play", change, namespace="default")
+        until_s = time.monotonic() + DISTURBANCE_S
         while time.monotonic() < until_s:
             await send_of_each_tier(run, client)
         roles = (await run.store.get(PDAssignment, "play", namespace="default")).spec.roles

@@ -174,6 +174,7 @@ def test_a_decision_reports_loads_reason_and_rejected_instances() -> None:
             },
             "decode": {"low": pytest.approx(1.2), "high": pytest.approx(1.2), "instances": 1, "unknown": 0},
         },
+        "forecast": None,
         "consecutive_ticks": 1,
         "split": "2:1",
         "generation": 1,

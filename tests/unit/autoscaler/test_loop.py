@@ -23,7 +23,7 @@ from fulcrum_core.api.pdpool import PDPool
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.errors import StoreUnavailable
 from fulcrum_core.ports import Clock, R
-from fulcrum_core.router_state import FlipRequest, InstanceState, RouterState
+from fulcrum_core.router_state import DemandState, FlipRequest, InstanceState, RouterState
 from fulcrum_core.values import Actor, Role
 from tests.clocks import LoopClock, ManualClock
 from tests.objects import make_object
@@ -40,6 +40,7 @@ class ScriptedRouter:
     def __init__(self, clock: Clock, *instances: InstanceState) -> None:
         self.clock = clock
         self.instances: tuple[InstanceState, ...] | None = instances
+        self.demand: DemandState | None = None
         self.flip_requests: asyncio.Queue[FlipRequest] = asyncio.Queue()
         self.seq = 0
         self.seq_at_acknowledgement = 0
@@ -52,7 +53,11 @@ class ScriptedRouter:
         del timeout_s
         seq = self.seq_at_acknowledgement or self.seq
         return make_router_state(
-            *self.instances, generation=min_generation, at_s=self.clock.now_s(), flip_request_seq=seq
+            *self.instances,
+            generation=min_generation,
+            at_s=self.clock.now_s(),
+            flip_request_seq=seq,
+            demand=self.demand,
         )
 
     async def wait_for_flip_request(self, *, after: int, timeout_s: float) -> FlipRequest | None:
@@ -240,6 +245,22 @@ async def test_the_thresholds_of_arrow_are_shown(
     await setup.autoscaler.tick()
     values = [read_metric(setup, "threshold_ratio", threshold=name) for name in ("expand", "shrink")]
     assert tuple(None if value is None or math.isnan(value) else value for value in values) == shown
+
+
+async def test_the_forecast_of_balanced_is_shown_while_it_is_known(
+    setup: AutoscalerSetup, clock: ManualClock
+) -> None:
+    await setup.create_objects(policy="balanced")
+    names = ("forecast_prefill_instances", "forecast_output_tokens_per_second")
+    shown = []
+    for prefill_s in (0.0, 25.0, None):
+        setup.router.demand = prefill_s if prefill_s is None else DemandState(
+            requests=50, prefill_s=prefill_s, output_tokens=200 * prefill_s, token_steps=0.0
+        )  # fmt: skip
+        await setup.autoscaler.tick()
+        shown.append([read_metric(setup, name) for name in names])
+        clock.at_s += 10.0
+    assert str(shown) == "[[nan, nan], [2.5, 500.0], [nan, nan]]"
 
 
 async def test_a_write_conflict_makes_the_autoscaler_decide_again(setup: AutoscalerSetup) -> None:

@@ -54,6 +54,13 @@ def test_requests_are_counted_by_outcome_and_tier() -> None:
     } == {"ok": 2, "failed": 1, "offered": 4, "met": 1, "ttft count": 2, "ttft sum": 2.0, "within 0.5 s": 1}
 
 
+def test_the_prefill_work_that_arrives_is_counted() -> None:
+    router = Router()
+    for _ in range(2):
+        router.journeys.demand.record(tenant="", prompt_tokens=50, prefill_s=0.25)
+    assert samples(router)["fulcrum_router_demand_prefill_seconds_total", ()] == 0.5
+
+
 def test_buckets_are_cumulative_and_end_in_infinity() -> None:
     router = Router()
     for value in (*TTFT_BUCKETS_S, 1e9):
