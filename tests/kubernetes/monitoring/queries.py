@@ -135,7 +135,7 @@ class DashboardData:
         sound = sum(health == "ok" for _, health in self.rules)
         return (
             f"{filled} of {len(self.counts)} queries of {len(DASHBOARDS)} dashboards and recorded series "
-            f"have data (without: {', '.join(empty) or 'none'}); {sound} of {len(self.rules)} rules evaluated; "
+            f"have data (without: {', '.join(empty) or 'none'}); {sound} of {len(self.rules)} rules work; "
             f"series of the service: {self.of_service} (bar {SERIES_MAX}), of one instance: "
             f"{self.of_instance} (bar {SERIES_OF_INSTANCE_MAX})"
         )
