@@ -114,6 +114,8 @@ class DecodeLeg:
                 self._end_transfer(self._transfer)
             if self._lease_check is not None:
                 self._lease_check.cancel()
+            if self.response is not None:
+                self.response.forget_observer()
         if failed is None:
             return self._finish()
         return self._fail(failed, await self._continue_stream(failed))

@@ -173,6 +173,10 @@ class DecodeResponse(Completion[None]):
         if self.connection.handler is self:
             self.connection.resume()
 
+    def forget_observer(self) -> None:
+        """Called after the end. The leg refers to its response: only a garbage collection would free both."""
+        del self._observer
+
     # --- bytes of the engine -----------------------------------------------------------------------
 
     def on_head(self, head: ResponseHead) -> None:

@@ -159,6 +159,7 @@ class ClientConnection:
         memory.release(reader.held_bytes + self._unread_bytes + self._unsent_bytes)
         memory.unfinished_bytes -= reader.unfinished_bytes
         reader.held_bytes = reader.unfinished_bytes = self._unread_bytes = self._unsent_bytes = 0
+        reader.close()
 
     def data_received(self, data: bytes) -> None:
         if self._closing:

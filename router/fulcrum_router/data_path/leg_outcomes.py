@@ -53,6 +53,7 @@ class LegOutcomes:
         A failure that another engine's answer could explain is kept until then. If the request has media by
         URL, it counts as the client's at once: engines may have been sent different files.
         """
+        failed.__traceback__ = None  # its frames refer to the request, which would be garbage in a cycle
         failure, status = failed.failure, failed.status
         if is_ambiguous(failure, status) and has_remote_media(fields):
             self._router.record_client_failure(instance, phase, failed)

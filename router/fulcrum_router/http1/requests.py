@@ -149,6 +149,10 @@ class RequestReader:
         self._body_bytes = self._expected_bytes = self._quiet_bytes = self._joined_parts = 0
         self._piece_had_body = False
 
+    def close(self) -> None:
+        """Nothing more is read. The parser and its reader refer to each other until then."""
+        del self._parser
+
     @property
     def ended(self) -> bool:
         """Whether nothing more is read: after a rejection, or a request that closes the connection."""
