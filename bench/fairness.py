@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
+from statistics import median
 
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Slo
@@ -306,16 +307,20 @@ def make_reserve_load(lengths: Sequence[tuple[int, int]], *, every_s: float) -> 
 
 def find_return(records: Sequence[RequestResult], tokens: float) -> float:
     """When, in seconds, the requests have no more tokens than this in decode, once the reserve is used."""
+    gap_s = median(record.tpot_s for record in records if record.tpot_s)
     for tenth in range(int(10 * IDLE_FOR_S), int(10 * RESERVE_S)):
         at_s = tenth / 10
-        present = [
-            record
-            for record in records
-            if record.first_token_s and record.first_token_s <= at_s < (record.last_token_s or math.inf)
-        ]
-        if sum(r.request.input_tokens + r.output_tokens for r in present) <= tokens:
+        if sum(count_held(record, at_s, gap_s) for record in records) <= tokens:
             return at_s
     return math.inf
+
+
+def count_held(record: RequestResult, at_s: float, gap_s: float) -> float:
+    """KV tokens of a request in decode; `gap_s` is the time of a token of one that has not ended."""
+    first_s = record.first_token_s
+    if first_s is None or not first_s <= at_s < (record.last_token_s or math.inf):
+        return 0.0
+    return record.request.input_tokens + (at_s - first_s) / (record.tpot_s or gap_s)
 
 
 if __name__ == "__main__":

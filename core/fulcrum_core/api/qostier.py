@@ -145,9 +145,9 @@ class QoSTierSpec(ApiModel):
         default=None,
         gt=0,
         le=3600,
-        description="While the tier sends no requests, lower tiers may use its decode KV cache only for "
-        "answers that are expected to end within this time, since a running answer cannot be interrupted. "
-        "It needs reservedFraction (default: all answers may).",
+        description="While the tier sends no requests, lower tiers may use its decode KV cache as far as it "
+        "is expected to be free again within this time, since a running answer cannot be interrupted. "
+        "It needs reservedFraction (default: all of it).",
     )
     weight: StrictInt = Field(
         default=1,

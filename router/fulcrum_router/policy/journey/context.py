@@ -49,7 +49,10 @@ FLIP_WAIT_S = 0.05
 FLIP_WAIT_BACKOFF_S = 1.0
 """Seconds after a wait without a flip in which no request waits for the same role."""
 LENT_MARGIN = 2.0
-"""How much longer than expected an answer may be that a reserve in decode is lent to."""
+"""How much longer than expected an answer may be that counts as one that ends in time."""
+RECLAIM_SHARE = 0.8
+"""Share of `reclaimWithin` in which answers are expected to end that make room for a reserve that is lent to
+longer ones. The rest is for wrong predictions, and for steps that take longer once the tier is back."""
 SHED_BACKOFF_S = 0.5
 """Seconds in which an instance that has shed a request gets none of those that wait."""
 
@@ -311,13 +314,19 @@ class JourneyContext(Generic[V]):
         reserve, decode = self.tier_reserve, self.fleet.candidates.decode
         if reserve.is_empty or not decode:
             return 0.0
-        if not reserve.has_time_limit:
-            return reserve.find_kept_decode(work.tier, stay_s=0.0, now_s=now_s)
-        output_tokens *= LENT_MARGIN
-        if work.output_limit:
-            output_tokens = min(output_tokens, work.output_limit)
         step_s = math.fsum(i.decode_model.itl_s(i.ledger.decode_tokens) for i in decode) / len(decode)
-        return reserve.find_kept_decode(work.tier, stay_s=output_tokens * step_s, now_s=now_s)
+        capacity = sum(i.kv_capacity_tokens or 0 for i in decode)
+        own, longest = work.context_tokens + work.choices * output_tokens, LENT_MARGIN * output_tokens
+        if work.output_limit:
+            longest = min(longest, work.output_limit)
+
+        def predict_held(after_s: float) -> float:
+            held = self.waiting_room.predict_held(RECLAIM_SHARE * after_s, step_s=step_s, now_s=now_s)
+            return (own + held) / capacity if capacity else math.inf
+
+        return reserve.find_kept_decode(
+            work.tier, stay_s=longest * step_s, now_s=now_s, predict_held=predict_held
+        )
 
     def is_hopeless(self, work: Work, *, own_s: float, eligible: int) -> bool:
         """Whether a request that joins those who wait would be late even with one prefill instance more.

@@ -10,12 +10,18 @@ are spare.
 The reserve is lent while it is idle: short prompts always use it, and all prompts do when the tier has sent
 no request for `IDLE_S`. Then it is back with the next dispatch. In decode, the lower tiers leave at least the
 fraction of the KV cache free (`decode_share`). An answer that runs cannot be interrupted:
-so there the idle reserve is lent only to answers that are expected to end within `Reserve.reclaim_within_s`.
+so there the idle reserve is lent to answers that are expected to end within `Reserve.reclaim_within_s`. It is
+lent to longer ones as far as it is free again by then without them: with E the expected tokens of an answer
+
+    Σ E(answers that end later than now + reclaim_within_s)  ≤  KV cache − all reserves that are due by then
+
+holds when one is sent, and then until another is sent, since the sum only falls as time passes. So whenever
+the tier returns, its reserve is free within that time, as far as answers are no longer than expected.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from fulcrum_router.policy.candidates import V
@@ -32,7 +38,7 @@ class Reserve(NamedTuple):
     fraction: float = 0.0
     """Share of the prefill instances and of decode, 0 to 1."""
     reclaim_within_s: float = math.inf
-    """Expected time in decode of the answers that the idle reserve is lent to, in seconds."""
+    """Time after which the idle reserve of decode is free again if the tier returns, in seconds."""
 
 
 NO_RESERVE = Reserve()
@@ -94,18 +100,29 @@ class TierReserve:
             return 0.0
         return math.fsum(kept for other, kept, _ in self.list_fractions(now_s) if other != tier)
 
-    def find_kept_decode(self, tier: str, *, stay_s: float, now_s: float) -> float:
-        """The fraction of decode that others do not lend to an answer that is expected to take `stay_s`."""
+    def find_kept_decode(
+        self, tier: str, *, stay_s: float, now_s: float, predict_held: Callable[[float], float]
+    ) -> float:
+        """The fraction of decode that others do not lend to an answer that is expected to take `stay_s`.
+
+        `predict_held` returns the share of decode that is still in use after a time, with this answer.
+        """
         return math.fsum(
             reserve.fraction
             for other, reserve in self._reserves.items()
-            if other != tier and (stay_s > reserve.reclaim_within_s or self._is_used(other, now_s))
+            if other != tier
+            and (
+                self._is_used(other, now_s)
+                or (
+                    stay_s > (within_s := reserve.reclaim_within_s)
+                    and predict_held(within_s) > 1.0 - self._sum_due(within_s)
+                )
+            )
         )
 
-    @property
-    def has_time_limit(self) -> bool:
-        """Whether the time in decode matters for what is lent."""
-        return any(reserve.reclaim_within_s < math.inf for reserve in self._reserves.values())
+    def _sum_due(self, within_s: float) -> float:
+        """All reserves that are to be free within a time."""
+        return math.fsum(r.fraction for r in self._reserves.values() if r.reclaim_within_s <= within_s)
 
     @property
     def is_empty(self) -> bool:

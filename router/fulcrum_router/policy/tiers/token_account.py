@@ -99,6 +99,17 @@ class TokenAccount:
         output = self._output if entry is None else self._output + entry.output_tokens
         return prompt_weight * self._prompt + output_weight * (output if output > expected else expected)
 
+    def predict_held(self, output_tokens: float) -> float:
+        """Predict the KV tokens that the request holds when its answer could have so many tokens more.
+
+        An answer that is longer than expected is not expected to end: nothing says when it will.
+        """
+        entry, (prompt, expected) = self._entry, self.taken
+        output = self._output if entry is None else self._output + entry.output_tokens
+        if output <= expected:
+            return 0.0 if expected <= output + output_tokens else prompt + expected
+        return prompt + output
+
     def settle(self, *, served: bool) -> Tokens | None:
         """Close the account, and return the tokens that the request has used; None if it was closed before.
 

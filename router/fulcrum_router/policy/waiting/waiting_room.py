@@ -29,6 +29,8 @@ MAX_EXCLUSIONS = 16
 """Different exclusions of the requests that wait; more share one, and are blocked together with its first."""
 MAX_GIVE_UPS = 200
 """Requests that give up in one tick at most, so that a tick stays short; ten ticks a second."""
+HELD_FOR_S = 0.1
+"""Time for which a count of `WaitingRoom.predict_held` is used, in seconds."""
 _GONE_MAX = 64
 """Requests that have left and are still in the heap of `_give_ups`, besides as many as those that wait."""
 
@@ -46,11 +48,14 @@ class WaitingRoom:
         "_departed_s",
         "_exclusions",
         "_give_ups",
+        "_held_after_s",
+        "_held_until_s",
         "_is_busy",
         "_levels",
         "_levels_in_order",
         "_max_requests",
         "_next_number",
+        "_sent_tokens",
         "members",
         "open_charges",
         "prefill_ahead_s",
@@ -76,6 +81,12 @@ class WaitingRoom:
         """Weights of the tiers in their levels, where they are not 1."""
         self.open_charges: dict[Charge, None] = {}
         """Charges of the requests in flight."""
+        self._held_after_s: dict[float, float] = {}
+        """KV tokens that were counted for `predict_held`, by the time after which they are held."""
+        self._held_until_s = -math.inf
+        """When they are counted again."""
+        self._sent_tokens = 0.0
+        """Expected tokens of the requests that were sent since."""
         self._next_number = 0
         self._is_busy = self._again = False
         self.prefill_s = 0.0
@@ -242,12 +253,28 @@ class WaitingRoom:
         """Charge a tenant for a request that goes to an instance, with the output that is expected."""
         charge = Charge(self._find_level(priority), tenant, tier, account)
         self.open_charges[charge] = None
+        self._sent_tokens += account.taken.total
         return charge
 
     def close_charge(self, charge: "Charge", used: Tokens) -> None:
         """The request of a charge has ended, and has used so many tokens."""
         self.open_charges.pop(charge, None)
         charge.settle(used)
+
+    def predict_held(self, after_s: float, *, step_s: float, now_s: float) -> float:
+        """Predict the KV tokens that the requests in flight still hold after a time, at the time of a step.
+
+        Counted ten times a second: what is sent meanwhile counts in full.
+        """
+        if now_s >= self._held_until_s:
+            self._held_until_s, self._sent_tokens = now_s + HELD_FOR_S, 0.0
+            self._held_after_s.clear()
+        held = self._held_after_s.get(after_s)
+        if held is None:
+            steps = after_s / step_s if step_s else math.inf
+            held = math.fsum(charge.account.predict_held(steps) for charge in self.open_charges)
+            self._held_after_s[after_s] = held = held - self._sent_tokens
+        return held + self._sent_tokens
 
     def _let_leave(self, now_s: float) -> None:
         leaving = LeavingRound()
@@ -319,16 +346,16 @@ class WaitingRoom:
 class Charge:
     """What a tenant and its tier were charged for one request, corrected as tokens are counted."""
 
-    __slots__ = ("_account", "_charged", "_level", "_tenant", "_tier")
+    __slots__ = ("_charged", "_level", "_tenant", "_tier", "account")
 
     def __init__(self, level: Level, tenant: str, tier: str, account: TokenAccount) -> None:
-        self._level, self._tenant, self._tier, self._account = level, tenant, tier, account
+        self._level, self._tenant, self._tier, self.account = level, tenant, tier, account
         self._charged = account.weigh_due(INPUT_WEIGHT, OUTPUT_WEIGHT)
         level.serve(tenant, tier, self._charged)
 
     def update(self) -> None:
         """Charge output beyond the expectation, and the prompt as an engine counted it."""
-        due = self._account.weigh_due(INPUT_WEIGHT, OUTPUT_WEIGHT)
+        due = self.account.weigh_due(INPUT_WEIGHT, OUTPUT_WEIGHT)
         if due != self._charged:
             self._correct(due)
 

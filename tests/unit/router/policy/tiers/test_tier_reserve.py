@@ -71,23 +71,26 @@ def test_the_reserve_of_a_tier_without_requests_is_lent_and_is_back_with_the_nex
 
 
 @pytest.mark.parametrize(
-    ("tier", "stay_s", "now_s", "kept"),
+    ("tier", "stay_s", "held", "now_s", "kept"),
     [
-        pytest.param("free", 1.0, 0.0, 0.75, id="the tiers send requests: all is kept"),
-        pytest.param("free", 8.0, 100.0, 0.0, id="idle: lent to an answer that ends in time"),
-        pytest.param("free", 9.0, 100.0, 0.25, id="idle: not lent to a longer one"),
-        pytest.param("free", 1e6, 100.0, 0.25, id="without a time to reclaim it is lent to any answer"),
-        pytest.param("gold", 9.0, 100.0, 0.0, id="its own tier"),
+        pytest.param("free", 1.0, 0.0, 0.0, 0.75, id="the tiers send requests: all is kept"),
+        pytest.param("free", 8.0, 1.0, 100.0, 0.0, id="idle: lent to an answer that ends in time"),
+        pytest.param("free", 9.0, 0.7, 100.0, 0.0, id="idle: lent to a longer one while others end in time"),
+        pytest.param("free", 9.0, 0.8, 100.0, 0.25, id="idle: not lent if too much is still used by then"),
+        pytest.param("free", 1e6, 0.8, 100.0, 0.25, id="without a time to reclaim it is lent to any answer"),
+        pytest.param("gold", 9.0, 0.8, 100.0, 0.0, id="its own tier"),
     ],
 )
-def test_the_idle_reserve_of_decode_is_lent_to_answers_that_end_soon(
-    tier: str, stay_s: float, now_s: float, kept: float
+def test_the_idle_reserve_of_decode_is_lent_as_far_as_it_is_free_again_in_time(
+    tier: str, stay_s: float, held: float, now_s: float, kept: float
 ) -> None:
     reserve = TierReserve()
     reserve.set_reserves({"gold": Reserve(0.25, reclaim_within_s=8.0), "silver": Reserve(0.5)})
     for name in ("gold", "silver"):
         reserve.record_arrival(name, 0.0)
-    assert reserve.find_kept_decode(tier, stay_s=stay_s, now_s=now_s) == kept
+    assert (
+        reserve.find_kept_decode(tier, stay_s=stay_s, now_s=now_s, predict_held=lambda _after_s: held) == kept
+    )
 
 
 @pytest.mark.parametrize(
