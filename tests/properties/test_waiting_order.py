@@ -4,13 +4,16 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fulcrum_router.policy.ledger import Ledger
-from fulcrum_router.policy.tiers.token_account import TokenAccount
-from fulcrum_router.policy.tiers.token_counters import INPUT_WEIGHT, OUTPUT_WEIGHT
-from fulcrum_router.policy.waiting.level import AGEING_FACTOR
+from fulcrum_router.policy.tiers import token_counters
+from fulcrum_router.policy.tiers.token_account import TokenAccount, Tokens
+from fulcrum_router.policy.tiers.token_counters import INPUT_WEIGHT, OUTPUT_WEIGHT, TokenCounters
+from fulcrum_router.policy.waiting import waiting_room
+from fulcrum_router.policy.waiting.level import AGEING_FACTOR, Level
 from fulcrum_router.policy.waiting.waiter import LeaveResult
 from fulcrum_router.policy.waiting.waiting_room import Charge, WaitingRoom
 from tests.unit.router.builders import open_account
@@ -247,3 +250,85 @@ def test_in_a_full_room_the_last_request_of_the_longest_line_gives_way(
         if n < len(ends) and ends[n] < len(hall.waiting):
             hall.room.leave(hall.waiting.pop(ends[n]))
         assert list(hall.room.members) == hall.waiting
+
+
+class LevelWithoutShortPath(Level):
+    """Takes no advantage of an empty level."""
+
+    def serve(self, tenant: str, tier: str, tokens: float) -> None:
+        if (tenant, tier) not in self.lines:
+            self._raise_counters(tenant, tier)
+        self.find_counters(tier).serve(tenant, tokens)
+        self.tier_counters.serve(tier, tokens / self.weights.get(tier, 1))
+        self._reorder(tenant, tier)
+
+    def correct(self, tenant: str, tier: str, tokens: float) -> None:
+        self.find_counters(tier).charge(tenant, tokens)
+        self.tier_counters.charge(tier, tokens / self.weights.get(tier, 1))
+        self._reorder(tenant, tier)
+
+
+TENANTS, TIERS = st.sampled_from("abc"), st.sampled_from("xy")
+STEPS = st.one_of(
+    st.tuples(st.just("join"), TENANTS, TIERS, TOKENS),
+    st.tuples(st.just("send"), TENANTS, TIERS, TOKENS),
+    st.tuples(st.just("release"), TENANTS, TIERS, TOKENS),
+    st.tuples(st.just("leave"), TENANTS, TIERS, TOKENS),
+    st.tuples(st.just("end"), TENANTS, TIERS, TOKENS),
+)
+
+
+def follow_steps(steps: list[tuple[str, str, str, int]]) -> list[object]:
+    """Who leaves, and the counters after each step."""
+    hall, seen = Hall(), list[object]()
+    hall.room.set_weights({"x": 3})
+    requests = list[Request]()
+    for number, (kind, tenant, tier, tokens) in enumerate(steps):
+        request = Request(
+            hall, tenant=tenant, tier=tier, prompt_tokens=tokens, predicted=7, arrival_s=float(number)
+        )
+        if kind == "join":
+            requests.append(request)
+            hall.join(request)
+        elif kind == "send":  # without waiting
+            account = open_account(tokens, output_tokens=7)
+            charge = hall.room.charge(account, priority=0, tenant=tenant, tier=tier)
+            hall.in_flight.append((charge, request))
+        elif kind == "release":
+            left = hall.release_one()
+            seen.append(None if left is None else left.arrival_s)
+        elif kind == "leave" and requests:  # the client has left
+            hall.room.leave(requests.pop(tokens % len(requests)))
+        elif kind == "end" and hall.in_flight:
+            charge, _ = hall.in_flight.pop(tokens % len(hall.in_flight))
+            hall.room.close_charge(charge, Tokens(tokens, tokens % 11))
+        counters = [hall.room.find_counters(0, one) for one in "xy"]
+        seen += [[counter[name] for name in "abc"] for counter in counters]
+        seen += [hall.room.find_tier_counters(0)[one] for one in "xy"]
+    return seen
+
+
+@given(steps=st.lists(STEPS, max_size=60))
+def test_counters_and_order_are_the_same_without_the_short_path_of_an_empty_level(
+    steps: list[tuple[str, str, str, int]],
+) -> None:
+    seen = follow_steps(steps)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(waiting_room, "Level", LevelWithoutShortPath)
+        assert follow_steps(steps) == seen
+
+
+@given(requests=st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 9)), max_size=40))
+def test_a_request_that_nobody_waits_beside_is_charged_in_one_step_as_in_three(
+    requests: list[tuple[str, int]],
+) -> None:
+    quick, slow = TokenCounters(), TokenCounters()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_counters, "MAX_IDLE_TENANTS", 3)
+        for tenant, tokens in requests:
+            quick.serve_alone(tenant, tokens)
+            slow.raise_to_waiting(tenant, None)
+            slow.serve(tenant, tokens)
+            slow.forget_idle(())
+            assert len(quick) == len(slow)
+            assert [quick[name] for name in "abcdef"] == [slow[name] for name in "abcdef"]

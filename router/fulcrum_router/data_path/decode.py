@@ -148,6 +148,7 @@ class DecodeLeg:
             cache_salt=self._cache_salt,
             transfer=transfer,
             strips_usage=request.adds_usage,
+            counts_events=self._tokens_per_event == 1,
         )
         if transfer is not None:
             transfer.sent_s = response.sent_s
@@ -231,11 +232,12 @@ class DecodeLeg:
 
     def count_tokens(self, events: int) -> int:
         """See `ResponseObserver`."""
-        response, tokens_per_event = self.response, self._tokens_per_event
-        if tokens_per_event == 1 or response is None or response.entry is None:
+        response = self.response
+        if response is None or response.entry is None:
             return events
-        most = self.max_output_tokens
-        tokens = estimate_streamed_tokens(response.events, tokens_per_event=tokens_per_event, most=most)
+        tokens = estimate_streamed_tokens(
+            response.events, tokens_per_event=self._tokens_per_event, most=self.max_output_tokens
+        )
         return max(0, tokens - response.entry.output_tokens)
 
     def extend_deadline(self, now_s: float) -> float:

@@ -79,6 +79,7 @@ class DecodeResponse(Completion[None]):
         "_chunks",
         "_continuation",
         "_continued",
+        "_counts_events",
         "_last_sent",
         "_observer",
         "_strips_usage",
@@ -114,6 +115,7 @@ class DecodeResponse(Completion[None]):
         cache_salt: str | None,
         transfer: KvTransfer | None,
         strips_usage: bool = False,
+        counts_events: bool = True,
     ) -> None:
         Completion.__init__(self)  # super() costs a lookup
         self.connection, self.downstream, self._observer = connection, downstream, observer
@@ -132,6 +134,8 @@ class DecodeResponse(Completion[None]):
         """The engine's count of tokens; None until it was read, or if the engine reports none."""
         self._strips_usage = strips_usage
         """Whether the router requested the usage and removes it from the stream."""
+        self._counts_events = counts_events
+        """Whether each event counts as one token; else the observer is asked."""
         self.state = _BUFFERING
         self.head: ResponseHead | None = None
         self.streaming = False
@@ -230,7 +234,7 @@ class DecodeResponse(Completion[None]):
         events = data.count(b"\ndata:")
         self.events += events
         if self.entry is not None:
-            self.entry.add_tokens(self._observer.count_tokens(events))
+            self.entry.add_tokens(events if self._counts_events else self._observer.count_tokens(events))
         self._last_sent = sent = head + data if head else data
         self.downstream.write(sent)
         if self._continuation is not None:

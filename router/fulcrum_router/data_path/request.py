@@ -129,6 +129,7 @@ class ServedRequest:
         "failed",
         "first_byte_at_s",
         "has_journey",
+        "is_chat",
         "is_degraded",
         "journey",
         "keep_alive",
@@ -161,6 +162,8 @@ class ServedRequest:
         tracer = router.tracer
         self.trace = None if tracer is None else tracer.begin(client.trace_headers, self.arrival_s)
         self.router, self.downstream, self.client = router, downstream, client
+        self.is_chat = client.path.endswith(b"/chat/completions")
+        """Whether the request is for a chat completion."""
         self.tier, self.timeouts = client.caller.tier, settings.timeouts
         self.keep_alive = client.keep_alive
         self.legs = LegOutcomes(router)
@@ -249,11 +252,6 @@ class ServedRequest:
             return None
         self.kv_transfer_params = None
         return continuation.counted_tokens - before
-
-    @property
-    def is_chat(self) -> bool:
-        """Whether the request is for a chat completion."""
-        return self.client.path.endswith(b"/chat/completions")
 
 
 class Leg(Protocol):

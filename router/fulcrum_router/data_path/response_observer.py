@@ -13,7 +13,7 @@ class ResponseObserver(Protocol):
         """Seconds that the stream may take, however steadily its bytes come."""
 
     def count_tokens(self, events: int) -> int:
-        """Output tokens of the next events of the stream."""
+        """Output tokens of the next events of the stream, which have several tokens each."""
 
     def record_first_byte(self, now_s: float) -> None:
         """The first byte is sent to the client."""

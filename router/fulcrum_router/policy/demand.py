@@ -102,8 +102,11 @@ def _find_bucket(prompt_tokens: int) -> int:
 
 
 def _update(mean: tuple[int, float], value: float) -> tuple[int, float]:
-    count = mean[0] + 1
-    return count, mean[1] + max(1.0 / count, _WEIGHT) * (value - mean[1])
+    count, before = mean[0] + 1, mean[1]
+    weight = 1.0 / count
+    if weight < _WEIGHT:
+        weight = _WEIGHT
+    return count, before + weight * (value - before)
 
 
 class Demand:

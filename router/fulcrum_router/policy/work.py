@@ -53,13 +53,15 @@ class Work(NamedTuple):
 
     def count_computed(self, instance: str) -> int:
         """Return the prompt tokens that this instance computes: those that it has not cached."""
-        return max(0, self.prompt_tokens - self.cached_tokens.get(instance, 0))
+        tokens, cached = self.prompt_tokens, self.cached_tokens
+        return max(0, tokens - cached.get(instance, 0)) if cached else tokens
 
     @property
     def least_computed(self) -> int:
         """Prompt tokens that the instance computes that has most of them cached."""
-        return max(0, self.prompt_tokens - max(self.cached_tokens.values(), default=0))
+        tokens, cached = self.prompt_tokens, self.cached_tokens
+        return max(0, tokens - max(cached.values())) if cached else tokens
 
     def with_prompt_tokens(self, prompt_tokens: int) -> "Work":
         """The same work with a counted prompt."""
-        return Work(prompt_tokens, *self[1:])
+        return self if prompt_tokens == self.prompt_tokens else Work(prompt_tokens, *self[1:])

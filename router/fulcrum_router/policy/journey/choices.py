@@ -95,7 +95,8 @@ class JourneyChoices(EligibleInstances[V]):
         self, now_s: float, rules: FlipProposalRules, exclude: tuple[str, ...]
     ) -> DispatchDecision:
         """Choose among the instances that have not just shed a request, if there is one."""
-        context, shedding = self._context, self._context.list_shedding(now_s)
+        context = self._context
+        shedding = context.list_shedding(now_s) if context.shed_until_s else ()
         if shedding and any(i.name not in exclude + shedding for i in context.fleet.candidates.prefill):
             exclude += shedding
         return choose_prefill(
@@ -145,7 +146,8 @@ class JourneyChoices(EligibleInstances[V]):
             self.cached_on = self._find_cached(instance)
         self.dispatch_reason = decision.reason
         self._charge_tenant()
-        self._record_prefix(instance)
+        if context.prefix_index is not None:
+            self._record_prefix(instance)
         ledger, tokens = instance.ledger, self.work.count_computed(instance.name)
         compute_s = instance.prefill_model.ttft_s(tokens)
         self._prefill_entry = ledger.add_prefill(tokens=tokens, predicted_s=compute_s, now_s=now_s)
@@ -216,7 +218,7 @@ class JourneyChoices(EligibleInstances[V]):
     def _choose_decode(self, now_s: float, rules: FlipProposalRules, *, source: V | None) -> DispatchDecision:
         context = self._context
         pairs = None if source is None else context.pairs.list_from(source.name)
-        shedding = context.list_shedding(now_s)
+        shedding = context.list_shedding(now_s) if context.shed_until_s else ()
         if shedding:
             decision = choose_decode(
                 context.fleet.candidates,
@@ -244,7 +246,8 @@ class JourneyChoices(EligibleInstances[V]):
         self.decode_entry = ledger.add_decode(tokens=self.work.context_tokens)
         if self.work.choices == 1 and not self.continues:
             self._context.demand.lengths.follow(self.work.tenant, tokens, self.decode_entry)
-        self._charge_tenant()
+        if self._charge is None:
+            self._charge_tenant()
         if self._account is not None:
             self._account.follow(self.decode_entry)
         if not self.prefill_open and (self.source is None or self.local_prefill_reason is not None):

@@ -192,12 +192,12 @@ class JourneyContext(Generic[V]):
         """
         candidates = self.fleet.candidates
         eligible = candidates.prefill or candidates.decode
-        tokens, prefill_s = work.prompt_tokens, 0.0
+        tokens, computed, prefill_s = work.prompt_tokens, work.least_computed, 0.0
         for instance in eligible:
-            prefill_s += instance.prefill_model.ttft_s(work.least_computed) / len(eligible)
+            prefill_s += instance.prefill_model.ttft_s(computed) / len(eligible)
         if prefill_s > work.slo.ttft_s:
             tokens, prefill_s = int(tokens * work.slo.ttft_s / prefill_s), work.slo.ttft_s
-        if self.is_hopeless(work, own_s=prefill_s, eligible=len(eligible)):
+        if self.waiting_room.members and self.is_hopeless(work, own_s=prefill_s, eligible=len(eligible)):
             return
         self.demand.record(tenant=work.tenant, prompt_tokens=tokens, prefill_s=prefill_s)
 

@@ -63,10 +63,11 @@ class EligibleInstances(JourneyRecord[V]):
 
     def _list_kept(self, now_s: float, eligible: list[V], full: tuple[str, ...]) -> tuple[str, ...]:
         """The names of the other eligible instances that are kept for prompts of other tiers."""
-        work, prefill = self.work, self._context.fleet.candidates.prefill
-        kept = self._context.tier_reserve.list_kept(
-            prefill, work.tier, tokens=work.prompt_tokens, now_s=now_s
-        )
+        work, reserve = self.work, self._context.tier_reserve
+        if reserve.is_empty:
+            return ()
+        prefill = self._context.fleet.candidates.prefill
+        kept = reserve.list_kept(prefill, work.tier, tokens=work.prompt_tokens, now_s=now_s)
         return tuple(i.name for i in eligible if i.name in kept and i.name not in full) if kept else ()
 
     def _is_held(self, now_s: float) -> bool:
@@ -83,8 +84,12 @@ class EligibleInstances(JourneyRecord[V]):
 
     def _must_join_the_held(self, now_s: float) -> bool:
         """Whether decode has no room for a request that has not waited yet, or for one that came before."""
+        context = self._context
+        room = context.waiting_room
+        if context.decode_share.highest is None and not room.members:  # the usual case
+            return False
         is_new = self.state in _BEFORE_THE_ROOM and not self.continues
-        return is_new and (self._context.waiting_room.is_held(self.work.priority) or self._is_held(now_s))
+        return is_new and (room.is_held(self.work.priority) or self._is_held(now_s))
 
     def _must_wait_for_decode(self, now_s: float) -> bool:
         """Whether a request without a prefill leg waits: it passes nobody who came before."""

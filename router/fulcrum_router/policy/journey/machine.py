@@ -86,7 +86,8 @@ class Journey(JourneyChoices[V]):
         if self.work.prompt_tokens > SHORT_PROMPT_TOKENS:
             candidates = context.fleet.candidates
             self.work = cap_prompt(self.work, chain(candidates.decode, candidates.other_role))
-        self._find_hits()
+        if context.prefix_index is not None:
+            self._find_hits()
         if self.work.tier in context.rate_limits.by_tier and not self._take_from_rate_limit(now_s):
             return self._end(now_s, Action.FAIL)
         if self._is_judged:

@@ -42,7 +42,8 @@ class PredictedTtft(NamedTuple):
     @property
     def total_s(self) -> float:
         """Predicted time from the request's arrival to the first token."""
-        return self.elapsed_s + self.prefill_leg_s + self.decode_leg_s
+        elapsed_s, queue_s, prefill_s, transfer_s, decode_s = self
+        return elapsed_s + (queue_s + prefill_s) + (transfer_s + decode_s)
 
 
 def predict_ttft(
@@ -88,11 +89,12 @@ class TtftErrors:
 
     def learn_first_token(self, predicted: PredictedTtft, *, decode_leg_s: float, ttft_s: float) -> None:
         """Learn from the first token of a stream: measured times since the decode leg and since arrival."""
+        total_s = predicted.total_s
         self.decode_leg.learn(predicted_s=predicted.decode_leg_s, measured_s=decode_leg_s)
-        self.total.learn(predicted_s=predicted.total_s, measured_s=ttft_s)
-        if predicted.total_s < math.inf:
+        self.total.learn(predicted_s=total_s, measured_s=ttft_s)
+        if total_s < math.inf:
             self.streams += 1
-            self.predicted_s += predicted.total_s
+            self.predicted_s += total_s
             self.measured_s += ttft_s
 
     def items(self) -> Iterator[tuple[str, float]]:

@@ -66,7 +66,7 @@ class TokenAccount:
 
     def count_prompt(self, tokens: int) -> None:
         """An engine has counted the prompt of the request, without output that was appended to continue."""
-        self._prompt = max(0, tokens)
+        self._prompt = tokens if tokens > 0 else 0
 
     def follow(self, entry: DecodeEntry) -> None:
         """A decode leg is sent, whose output `entry` counts as it appears. It replaces the leg before."""
@@ -88,7 +88,8 @@ class TokenAccount:
             output_tokens = seen
         elif output_tokens > seen:
             output_tokens = min(output_tokens, max(self._output_max - self._output, seen))
-        self._output += max(0, output_tokens)
+        if output_tokens > 0:
+            self._output += output_tokens
 
     def weigh_due(self, prompt_weight: float, output_weight: float) -> float:
         """Weigh what is owed while the request is served: its prompt, and the expected output or more.

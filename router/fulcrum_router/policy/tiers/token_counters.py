@@ -47,14 +47,29 @@ class TokenCounters:
     def charge(self, tenant: str, tokens: float) -> None:
         """Add weighted tokens, less than 0 to give back."""
         counters = self._counters
-        if tenant in counters or tokens > 0:
-            counters[tenant] = self[tenant] + tokens
+        counter = counters.get(tenant)
+        if counter is not None or tokens > 0:
+            counters[tenant] = (counter or 0.0) + tokens
             counters.move_to_end(tenant)
 
     def serve(self, tenant: str, tokens: float) -> None:
         """Charge a request that leaves."""
         self.charge(tenant, tokens)
         self._last = self[tenant]
+
+    def serve_alone(self, tenant: str, tokens: float) -> None:
+        """Charge a request that goes to an instance while nobody waits.
+
+        That is: raise the tenant's counter, charge the tenant, and forget others, in one step.
+        """
+        counters = self._counters
+        counter = counters.get(tenant, 0.0)
+        if counter < self._last:
+            counter = self._last
+        counters[tenant] = self._last = counter + tokens
+        counters.move_to_end(tenant)
+        if len(counters) > MAX_IDLE_TENANTS:
+            self.forget_idle(())
 
     def forget_idle(self, waiting: Collection[str]) -> None:
         """Forget tenants beyond `MAX_IDLE_TENANTS` that do not wait."""

@@ -251,17 +251,27 @@ class Level:
 
     def serve(self, tenant: str, tier: str, tokens: float) -> None:
         """Charge a request that leaves, or goes to an instance without waiting."""
+        counters, weighted = self._find_tier(tier).counters, tokens / self.weights.get(tier, 1)
+        if not self.lines:  # the usual case: nobody waits, so that there is no order
+            self._heaps.clear()  # all entries are outdated
+            counters.serve_alone(tenant, tokens)
+            self.tier_counters.serve_alone(tier, weighted)
+            return
         if (tenant, tier) not in self.lines:
             self._raise_counters(tenant, tier)
-        self.find_counters(tier).serve(tenant, tokens)
-        self.tier_counters.serve(tier, tokens / self.weights.get(tier, 1))
+        counters.serve(tenant, tokens)
+        self.tier_counters.serve(tier, weighted)
         self._reorder(tenant, tier)
 
     def correct(self, tenant: str, tier: str, tokens: float) -> None:
         """Charge tokens that were not predicted; less than 0: give back."""
-        self.find_counters(tier).charge(tenant, tokens)
+        counters = self._find_tier(tier).counters
+        counters.charge(tenant, tokens)
         self.tier_counters.charge(tier, tokens / self.weights.get(tier, 1))
-        self._reorder(tenant, tier)
+        if self.lines:
+            self._reorder(tenant, tier)
+        else:  # the usual case: nobody waits, so that there is no order
+            counters.forget_idle(())
 
     def _reorder(self, tenant: str, tier: str) -> None:
         line = self.lines.get((tenant, tier))

@@ -361,7 +361,7 @@ class Charge:
 
     def settle(self, used: Tokens) -> None:
         """Charge so many tokens in all: more than before, or less."""
-        self._correct(INPUT_WEIGHT * used.prompt + OUTPUT_WEIGHT * used.output)
+        self._correct(INPUT_WEIGHT * used[0] + OUTPUT_WEIGHT * used[1])
 
     def _correct(self, charged: float) -> None:
         change, self._charged = charged - self._charged, charged
