@@ -29,6 +29,7 @@ from fulcrum_router.policy.faults.blame import SHED_STATUSES
 from fulcrum_router.policy.journey import Action, Journey
 from fulcrum_router.policy.predictions.latency_parts import RequestTimes
 from fulcrum_router.policy.prefix_index import NO_PREFIX
+from fulcrum_router.policy.work import NOT_CACHED
 from fulcrum_router.router import Router
 from fulcrum_router.settings import ServiceSettings
 
@@ -194,23 +195,20 @@ class ServedRequest:
         prefix = NO_PREFIX
         if router.journeys.prefix_index is not None:
             prefix = build_prefix(body, tokens=tokens, chat=self.is_chat)
-        work = Work(
+        work = Work(  # by position: with names it takes three times as long
             tokens,
             slo,
-            deadline_s=self.arrival_s + slo.ttft_s,
-            output_limit=find_output_limit(body.fields, chat=self.is_chat) or 0,
-            tier=self.tier.name,
-            priority=-self.tier.engine_priority,
-            tenant=self.client.caller.tenant,
-            choices=body.choices,
-            prompts=body.prompts,
-            prefix=prefix,
+            self.arrival_s + slo.ttft_s,
+            find_output_limit(body.fields, chat=self.is_chat) or 0,
+            NOT_CACHED,
+            self.tier.name,
+            -self.tier.engine_priority,
+            self.client.caller.tenant,
+            body.choices,
+            body.prompts,
+            prefix,
         )
-        self.journey = journey = Journey(
-            router.journeys,
-            work,
-            local_prefill_reason=body.local_prefill_reason,
-        )
+        self.journey = journey = Journey(router.journeys, work, body.local_prefill_reason)
         self.has_journey = True
         return journey
 

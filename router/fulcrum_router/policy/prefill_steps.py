@@ -10,9 +10,8 @@ Where a step answers one prompt, prompts are longer than a step, and the steps d
 """
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable
-from itertools import pairwise
 
 from fulcrum_core.latency import PrefillModel
 
@@ -28,16 +27,42 @@ RUN_STEPS = 16
 """Most steps that are counted together: the tokens of prompts are estimates."""
 
 
-def find_most_covered(bounds: Iterable[tuple[float, float]]) -> float:
-    """Return the middle of the values that lie within most of these bounds."""
-    ends = sorted([(low, 1) for low, _ in bounds] + [(high, -1) for _, high in bounds])
-    covered = most = 0
-    best = 0.0
-    for (value, change), (following, _) in pairwise(ends):
-        covered += change
-        if covered > most:
-            most, best = covered, (value + following) / 2
-    return best
+class Bounds:
+    """The last `WINDOW` pairs of bounds of one value, and which value lies within most of them.
+
+    The ends of all pairs are kept in order: a step ends 300 times a second, and sorting them takes 30 µs.
+    """
+
+    __slots__ = ("_ends", "_pairs")
+
+    def __init__(self) -> None:
+        self._pairs: deque[tuple[float, float]] = deque()
+        self._ends: list[tuple[float, int]] = []
+        """Each low end with 1, each high end with -1."""
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def add(self, low: float, high: float) -> None:
+        """Add a pair, and drop the oldest of more than `WINDOW`."""
+        pairs, ends = self._pairs, self._ends
+        if len(pairs) == WINDOW:
+            oldest = pairs.popleft()
+            del ends[bisect_left(ends, (oldest[0], 1))]
+            del ends[bisect_left(ends, (oldest[1], -1))]
+        pairs.append((low, high))
+        insort(ends, (low, 1))
+        insort(ends, (high, -1))
+
+    def find_most_covered(self) -> float:
+        """Return the middle of the values that lie within most of the pairs."""
+        ends = self._ends
+        covered = most = found = 0
+        for position, (_, change) in enumerate(ends):
+            covered += change
+            if covered > most:
+                most, found = covered, position
+        return (ends[found][0] + ends[found + 1][0]) / 2 if most else 0.0
 
 
 class PrefillSteps:
@@ -78,7 +103,7 @@ class PrefillSteps:
         """Full steps one after another, the tokens they answered, and those of a prompt begun before them."""
         self._newest = self._newest_before = -1
         """Number of the newest prompt at the start of the step under way, and of the one before."""
-        self._bounds: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+        self._bounds = Bounds()
         """Of B, by each of the last full steps."""
         self._size = self._mean_prompts = 0.0
 
@@ -135,8 +160,8 @@ class PrefillSteps:
         self._run_steps += self._group_steps
         self._run_tokens += self._group_tokens
         low = (self._run_tokens - self._begun_tokens) / self._run_steps
-        self._bounds.append((low, (self._run_tokens + next_tokens) / self._run_steps))
-        self._size = find_most_covered(self._bounds)
+        self._bounds.add(low, (self._run_tokens + next_tokens) / self._run_steps)
+        self._size = self._bounds.find_most_covered()
         self._mean_prompts += (self._group_prompts - self._mean_prompts) / len(self._bounds)
         if self._run_steps >= RUN_STEPS:
             self._run_steps = self._run_tokens = 0

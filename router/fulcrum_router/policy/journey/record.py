@@ -117,7 +117,6 @@ class JourneyRecord(Generic[V]):
         self,
         context: JourneyContext[V],
         work: Work,
-        *,
         local_prefill_reason: LocalPrefillReason | None = None,
     ) -> None:
         self._context = context

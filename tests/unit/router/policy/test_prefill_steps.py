@@ -2,12 +2,13 @@
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
 from fulcrum_core.latency import PrefillModel
 from fulcrum_router.policy.ledger import Ledger, PrefillEntry
-from fulcrum_router.policy.prefill_steps import find_most_covered
+from fulcrum_router.policy.prefill_steps import WINDOW, Bounds
 
 MODEL = PrefillModel(c0=0.02, c1=1e-4, c2=0.0)
 BUDGET = 1_000
@@ -108,4 +109,28 @@ def test_without_steps_of_several_prompts_their_own_times_are_added_up(prompts: 
 
 
 def test_the_value_that_most_bounds_allow_is_found() -> None:
-    assert find_most_covered([(1.0, 9.0), (4.0, 6.0), (5.0, 12.0), (20.0, 30.0)]) == 5.5
+    bounds = Bounds()
+    for pair in [(1.0, 9.0), (4.0, 6.0), (5.0, 12.0), (20.0, 30.0)]:
+        bounds.add(*pair)
+    assert bounds.find_most_covered() == 5.5
+
+
+def find_among(pairs: Sequence[tuple[float, float]]) -> float:
+    """The same of all pairs at once."""
+    ends = sorted([(low, 1) for low, _ in pairs] + [(high, -1) for _, high in pairs])
+    covered = most = 0
+    best = 0.0
+    for (value, change), (following, _) in pairwise(ends):
+        covered += change
+        if covered > most:
+            most, best = covered, (value + following) / 2
+    return best
+
+
+def test_bounds_that_are_kept_in_order_give_the_same_as_sorted_ones(seed: int) -> None:
+    rng, bounds, pairs = random.Random(seed), Bounds(), list[tuple[float, float]]()
+    for _ in range(4 * WINDOW):
+        low = rng.choice([rng.uniform(-10, 50), float(rng.randrange(6))])
+        pairs.append((low, low + rng.choice([0.0, 1.0, rng.uniform(0, 9)])))
+        bounds.add(*pairs[-1])
+        assert bounds.find_most_covered() == find_among(pairs[-WINDOW:])
