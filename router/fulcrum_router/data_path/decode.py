@@ -97,7 +97,7 @@ class DecodeLeg:
             await send_and_wait(
                 pool,
                 self._expect_response,
-                lambda: self._build_request(pool),
+                self._build_request,
                 connect_timeout_s=timeouts.connect_s,
                 head_timeout_s=timeouts.first_byte_s,
                 idle_timeout_s=timeouts.idle_s,
@@ -138,17 +138,20 @@ class DecodeLeg:
     def _expect_response(self, connection: EngineConnection) -> DecodeResponse:
         """Create the response on this connection, and add the leg's transfer to the incoming ones."""
         request, instance, transfer = self._request, self._instance, self._transfer
-        self.response = response = DecodeResponse(
+        entry, cache_salt = request.journey.decode_entry, self._cache_salt
+        strips_usage, counts_events = request.adds_usage, self._tokens_per_event == 1
+        fulcrum_headers = self._build_fulcrum_headers()
+        self.response = response = DecodeResponse(  # by position: with names it takes twice as long
             connection,
             request.downstream,
             self,
-            entry=request.journey.decode_entry,
-            fulcrum_headers=self._build_fulcrum_headers(),
-            instance=instance,
-            cache_salt=self._cache_salt,
-            transfer=transfer,
-            strips_usage=request.adds_usage,
-            counts_events=self._tokens_per_event == 1,
+            entry,
+            fulcrum_headers,
+            instance,
+            cache_salt,
+            transfer,
+            strips_usage,
+            counts_events,
         )
         if transfer is not None:
             transfer.sent_s = response.sent_s

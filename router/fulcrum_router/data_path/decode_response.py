@@ -108,7 +108,6 @@ class DecodeResponse(Completion[None]):
         connection: EngineConnection,
         downstream: Downstream,
         observer: ResponseObserver,
-        *,
         entry: DecodeEntry | None,
         fulcrum_headers: bytes,
         instance: Instance,

@@ -33,7 +33,7 @@ from fulcrum_router.http1.output_limits import find_passed_limit
 from fulcrum_router.http1.passed_usage import PassedUsage
 from fulcrum_router.http1.prompt_size import measure_conversation
 from fulcrum_router.http1.sending import send_and_wait
-from fulcrum_router.http1.upstream import EngineConnection
+from fulcrum_router.http1.upstream import ConnectionPool, EngineConnection
 from fulcrum_router.policy import Work
 from fulcrum_router.policy.faults.blame import is_ambiguous, is_shed_or_failed
 from fulcrum_router.policy.journey import Action, Journey, LocalPrefillReason, StopReason
@@ -401,7 +401,7 @@ class PassThrough:
     async def _forward(self, instance: Instance, request: RequestBody) -> RequestOutcome:
         pool, timeouts = instance.require_connection_pool(), self._settings.timeouts
 
-        def build_request() -> tuple[bytes, bytes]:
+        def build_request(pool: ConnectionPool) -> tuple[bytes, bytes]:
             body = build_decode_body(request, None, cache_salt=instance.cache_salt)
             return self._client_request.build_leg_head(pool.address, len(body)), body
 

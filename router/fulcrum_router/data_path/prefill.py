@@ -44,7 +44,7 @@ class PrefillLegResponse(BufferedResponse):
 
     __slots__ = ("_connection", "_instance", "_timeout_s")
 
-    def __init__(self, connection: EngineConnection, instance: Instance, *, timeout_s: float) -> None:
+    def __init__(self, connection: EngineConnection, instance: Instance, timeout_s: float) -> None:
         BufferedResponse.__init__(self, retryable=True)
         self._connection, self._instance, self._timeout_s = connection, instance, timeout_s
 
@@ -124,8 +124,8 @@ class PrefillLeg:
         request.expired_before = instance.expired_transfers  # before the lease begins, for a lease check
         received = await send_and_wait(
             pool,
-            lambda connection: PrefillLegResponse(connection, instance, timeout_s=timeouts.prefill_s),
-            lambda: self._build_request(pool),
+            self._expect_response,
+            self._build_request,
             connect_timeout_s=timeouts.connect_s,
             head_timeout_s=timeouts.prefill_s,
             idle_timeout_s=0.0,
@@ -143,6 +143,9 @@ class PrefillLeg:
         if problem is not None and problem not in _REASONS:
             raise LegFailed(Failure.NO_KV_TRANSFER_PARAMS, "the engine returned no kv_transfer_params")
         return response
+
+    def _expect_response(self, connection: EngineConnection) -> PrefillLegResponse:
+        return PrefillLegResponse(connection, self._instance, self._request.timeouts.prefill_s)
 
     def _build_request(self, pool: ConnectionPool) -> tuple[bytes, bytes]:
         request = self._request

@@ -75,7 +75,7 @@ H = TypeVar("H", bound=RequestHandler)
 async def send_and_wait(
     pool: ConnectionPool,
     make_handler: Callable[[EngineConnection], H],
-    build_request: Callable[[], tuple[bytes, bytes]],
+    build_request: Callable[[ConnectionPool], tuple[bytes, bytes]],
     *,
     connect_timeout_s: float,
     head_timeout_s: float,
@@ -98,7 +98,7 @@ async def send_and_wait(
         handler = make_handler(connection)
         connection.send(
             handler,
-            *build_request(),
+            *build_request(pool),
             head_timeout_s=head_timeout_s,
             idle_timeout_s=idle_timeout_s,
         )
@@ -143,7 +143,7 @@ async def send_request(
     response = await send_and_wait(
         pool,
         lambda _: BufferedResponse(retryable=retryable),
-        lambda: (head, body),
+        lambda _: (head, body),
         connect_timeout_s=connect_timeout_s,
         head_timeout_s=response_timeout_s,
         idle_timeout_s=0.0,

@@ -210,7 +210,7 @@ class JourneyContext(Generic[V]):
         output_tokens = min(self.demand.lengths.predict(work.tenant, work.prompt_tokens), limit)
         taken = Tokens(work.prompt_tokens, work.choices * output_tokens)
         most = limit if limits_output else ASSUMED_CONTEXT_TOKENS
-        return TokenAccount(taken, output_max=work.choices * most)
+        return TokenAccount(taken, work.choices * most)
 
     def take_tokens(self, work: Work, tokens: float, now_s: float) -> Refusal | None:
         """Take the tokens of a request from the rate limit of its tenant, or none, and refuse the request."""

@@ -49,7 +49,7 @@ class TokenAccount:
         "taken",
     )
 
-    def __init__(self, taken: Tokens, *, output_max: int) -> None:
+    def __init__(self, taken: Tokens, output_max: int) -> None:
         self.taken, self._output_max = taken, output_max
         self._prompt = taken[0]
         self._output = 0
