@@ -314,6 +314,8 @@ class JourneyContext(Generic[V]):
         reserve, decode = self.tier_reserve, self.fleet.candidates.decode
         if reserve.is_empty or not decode:
             return 0.0
+        if not reserve.lends(work.tier, now_s):  # then the time of the answer does not matter
+            return reserve.find_kept_prefill(work.tier, now_s)
         step_s = math.fsum(i.decode_model.itl_s(i.ledger.decode_tokens) for i in decode) / len(decode)
         capacity = sum(i.kv_capacity_tokens or 0 for i in decode)
         own, longest = work.context_tokens + work.choices * output_tokens, LENT_MARGIN * output_tokens

@@ -253,8 +253,9 @@ def predict_admission(
         idle_in_s = min(instance.ledger.remaining_s(now_s) for instance in prefill)
         own_s = idle_in_s + reserve.own_backlog_s / reserve.own_instances
         soonest_s = min(soonest_s, least_s + own_s)
-    start_s = min((i.ledger.remaining_s(now_s) + i.decode_model.itl_s(tokens) for i in decode), default=0.0)
-    step_s = min((i.decode_model.itl_s(tokens) for i in decode), default=0.0)
+    steps_s = [instance.decode_model.itl_s(tokens) for instance in decode]
+    starts_s = [i.ledger.remaining_s(now_s) + s for i, s in zip(decode, steps_s, strict=True)]
+    start_s, step_s = min(starts_s, default=0.0), min(steps_s, default=0.0)
     # The prompts that wait are taken to be as fast to compute, token for token, as this one.
     waiting_tokens = backlog_s / least_s * tokens if least_s else 0.0
     load, stay_s = _predict_decode_load(
@@ -294,7 +295,10 @@ def _predict_prefill(
         total_s += remaining_s
         if remaining_s + own_s < soonest_s:
             soonest_s, chosen, chosen_delay_s = remaining_s + own_s, instance, delay_s
-        least_s, least_remaining_s = min(least_s, own_s), min(least_remaining_s, remaining_s)
+        if own_s < least_s:
+            least_s = own_s
+        if remaining_s < least_remaining_s:
+            least_remaining_s = remaining_s
     if backlog_s:
         return least_s + max(least_remaining_s, total_s / len(prefill)), least_s
     computed = work.count_computed(chosen.name)
@@ -334,6 +338,11 @@ def _limit_tokens(tokens: Sequence[float], limits: Sequence[float]) -> list[floa
     An instance over its limit has none, however far it is over: the others still have theirs. If all are over
     their limits, a new request waits for the one that is the least over.
     """
+    for n, limit in zip(tokens, limits, strict=True):
+        if n > limit:
+            break
+    else:  # the usual case
+        return list(tokens)
     least_load = min(n / limit for n, limit in zip(tokens, limits, strict=True))
     most = max(1.0, least_load)
     return [min(n, most * limit) for n, limit in zip(tokens, limits, strict=True)]

@@ -96,9 +96,14 @@ class TierReserve:
 
     def find_kept_prefill(self, tier: str, now_s: float) -> float:
         """The fraction of prefill that other tiers than this one have reserved and do not lend now."""
-        if not self._reserves:
-            return 0.0
-        return math.fsum(kept for other, kept, _ in self.list_fractions(now_s) if other != tier)
+        used = [
+            r.fraction for other, r in self._reserves.items() if other != tier and self._is_used(other, now_s)
+        ]
+        return math.fsum(used) if used else 0.0
+
+    def lends(self, tier: str, now_s: float) -> bool:
+        """Whether another tier lends its reserve to this one now."""
+        return any(other != tier and not self._is_used(other, now_s) for other in self._reserves)
 
     def find_kept_decode(
         self, tier: str, *, stay_s: float, now_s: float, predict_held: Callable[[float], float]
