@@ -33,7 +33,7 @@ class TokenBuckets:
         """Take tokens, and return 0.0; or take none, and return the seconds until there are enough."""
         limit = self.tokens_per_minute
         left, until_s = self._find_left(tenant, now_s)
-        missing = max(0.0, min(tokens, limit) - left)
+        missing = 0.0 if tokens <= left else max(0.0, min(tokens, limit) - left)
         self._buckets[tenant] = left if missing else left - tokens, until_s
         self._buckets.move_to_end(tenant)
         if len(self._buckets) > MAX_TENANTS:
@@ -53,7 +53,9 @@ class TokenBuckets:
         """
         limit = float(self.tokens_per_minute)
         left, since_s = self._buckets.get(tenant, (limit, now_s))
-        return min(limit, left + limit / 60 * max(0.0, now_s - since_s)), max(since_s, now_s)
+        if now_s > since_s:
+            left, since_s = left + limit / 60 * (now_s - since_s), now_s
+        return left if left < limit else limit, since_s
 
 
 class RateLimits:

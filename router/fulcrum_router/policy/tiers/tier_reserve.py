@@ -145,8 +145,10 @@ class TierReserve:
         Reserved are those that compute for a tier with a reserve, and then those with the least work. A
         prompt that leaves an idle instance spare may use all.
         """
+        if instances[0].prefill_model.ttft_s(tokens) <= SPARE_S:
+            return instances
         wanted = _count_kept(self.find_kept_prefill(tier, now_s), len(instances))
-        if not wanted or instances[0].prefill_model.ttft_s(tokens) <= SPARE_S:
+        if not wanted:
             return instances
         in_order = sorted(
             instances, key=lambda i: (i.name not in self._computing, i.ledger.remaining_s(now_s))
