@@ -73,6 +73,7 @@ _BUFFERING, _CHECKING, _SENDING = ResponseState.BUFFERING, ResponseState.CHECKIN
 class DecodeResponse(Completion[None]):
     """The response on one connection; completes with its end."""
 
+    __deletable__ = ("_observer",)  # read by mypyc
     __slots__ = (
         "_body_bytes",
         "_body_parts",

@@ -149,7 +149,7 @@ def read_request_body(
     size, ids = (0, 0) if passed else measure_prompt(read)
     reason = _find_local_prefill_reason(read)
     if reason is None:
-        return RequestBody(raw, fields, size, ids, reason, 1, 1, len(raw) + MAX_ADDED_TOKENS)
+        return RequestBody(raw, fields, size, ids, None, 1, 1, len(raw) + MAX_ADDED_TOKENS)
     _limit_answers(fields)
     prompts, choices = count_prompts(read), count_choices(read)
     if prompts > MAX_PROMPTS:
@@ -191,7 +191,7 @@ def _normalise_ints(fields: dict[str, Any]) -> bool:
         InvalidBody: for a text that is none.
     """
     has_changed = False
-    for name in _INTEGER_FIELDS & fields.keys():
+    for name in fields.keys() & _INTEGER_FIELDS:
         value = fields[name]
         if type(value) is not int and (parsed := parse_lax_int(value)) is not None:
             fields[name], has_changed = parsed, True

@@ -151,7 +151,7 @@ class RequestReader:
 
     def close(self) -> None:
         """Nothing more is read. The parser and its reader refer to each other until then."""
-        del self._parser
+        self._parser = None
 
     @property
     def ended(self) -> bool:

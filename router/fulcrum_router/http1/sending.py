@@ -107,15 +107,15 @@ async def send_and_wait(
         except LegFailed:
             if not connection.lost_reuse_race:
                 raise
-            # The engine closed its idle connection: not a failure. A fresh one cannot lose this race, so the
-            # loop runs at most twice.
-            connection = await _reopen(pool, connect_timeout_s)
-            continue
         except asyncio.CancelledError:
             if connection.handler is handler:  # else the response is complete, and another leg may use it
                 connection.abort()
             raise
-        return handler
+        else:
+            return handler
+        # The engine closed its idle connection: not a failure. A fresh one cannot lose this race, so the loop
+        # runs at most twice.
+        connection = await _reopen(pool, connect_timeout_s)
 
 
 async def _reopen(pool: ConnectionPool, connect_timeout_s: float) -> EngineConnection:

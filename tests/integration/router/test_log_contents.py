@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from fulcrum_cluster.logs import configure_logging, log_loop_errors
+from fulcrum_router.policy.tiers.tier_reserve import TierReserve
 from tests.integration.router.fake_engines import (
     DEADLINE_S,
     STREAM_HEAD,
@@ -151,26 +152,25 @@ async def test_no_text_is_logged_if_a_client_leaves(log_lines: io.StringIO) -> N
     assert CANARY not in log_lines.getvalue()
 
 
+class FailingReserve(TierReserve):
+    """A part of the router whose use fails with the client's text."""
+
+    def record_arrival(self, tier: str, now_s: float) -> None:
+        prompt = CANARY
+        raise ValueError(f"cannot use {prompt} {tier} {now_s}")
+
+
 async def test_an_internal_error_is_logged_by_its_type_and_place_alone(log_lines: io.StringIO) -> None:
     log_loop_errors(asyncio.get_running_loop())
     settings = settings_with_short_timeouts()
     async with run_router(FakeEngine("p1"), FakeEngine("d1"), settings=settings) as world:
-        original = world.router.fleet["p1"].prefill_model
-
-        class FailingModel(type(original)):  # type: ignore[misc]
-            """A model of an instance whose use fails with the client's text."""
-
-            def ttft_s(self, tokens: float) -> float:
-                prompt = CANARY
-                raise ValueError(f"cannot use {prompt} {tokens}")
-
-        world.router.fleet["p1"].prefill_model = FailingModel(original.c0, original.c1, original.c2)
+        world.router.journeys.tier_reserve = FailingReserve()
         response = await post(world.port, build_request(stream=True))
     assert b"HTTP/1.1 500" in response
     lines = [json.loads(line) for line in log_lines.getvalue().splitlines()]
     [line] = [line for line in lines if line["level"] == "error"]
     assert line["exception"]["type"] == "ValueError"
-    assert line["exception"]["places"][-1].endswith(" ttft_s")
+    assert line["exception"]["places"][-1].endswith(" record_arrival")
     assert CANARY not in log_lines.getvalue()
 
 
