@@ -194,7 +194,9 @@ class DecodeResponse(Completion[None]):
 
     def on_body(self, data: bytes, boundary: int) -> None:
         if self.streaming:
-            data = self._chunks.take(data, boundary)
+            chunks = self._chunks
+            if boundary != len(data) or chunks.held or chunks.mid_chunk or chunks.starts_mid_chunk:
+                data = chunks.take(data, boundary)  # else it returns the same
             if data:
                 self._forward(data)
         elif self.state is _SENDING:
