@@ -1,11 +1,11 @@
 """The balanced policy: the split that balances what prefill and decode will need, reached in one write.
 
 Every tick scores all splits (`split_score`) on the work in flight and on a forecast of the work to come
-(`forecast`). The target is the split with the lowest worst ratio. While the current split is worse than the
-target, the difference is added up over time: the regret of staying. The flips follow when the regret reaches
-their price. So a split that is far off is left at once, one that is slightly off after a while, and noise
-moves no instance. A split that meets all objectives with a margin has no regret, so that the instances that
-served one burst still serve the next one.
+(`forecast`), corrected by what decode shows (`decode_correction`). The target is the split with the lowest
+worst ratio. While the current split is worse than the target, the difference is added up over time: the
+regret of staying. The flips follow when the regret reaches their price. So a split that is far off is left at
+once, one that is slightly off after a while, and noise moves no instance. A split that meets all objectives
+with a margin has no regret, so that the instances that served one burst still serve the next one.
 """
 
 import math
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from fulcrum_autoscaler.policy.batch_limit import UNKNOWN_LIMIT, BatchLimit
 from fulcrum_autoscaler.policy.decisions import DecisionAction, FlipDecision, RejectedInstance, Trigger
+from fulcrum_autoscaler.policy.decode_correction import NO_CORRECTION, DecodeCorrection
 from fulcrum_autoscaler.policy.forecast import DemandSample, add_sample, compute_rates
 from fulcrum_autoscaler.policy.observation import AutoscalingRules, Observation
 from fulcrum_autoscaler.policy.split_score import (
@@ -48,6 +49,7 @@ class BalanceState:
     to: Role | None = None
     """Role that gains instances in the move that the regret was added up for."""
     batch_limit: BatchLimit = UNKNOWN_LIMIT
+    correction: DecodeCorrection = NO_CORRECTION
 
 
 def decide_balance(
@@ -72,9 +74,18 @@ def decide_balance(
     if need is None:
         hold = _hold(observation, "no latency model is known yet", now_s)
         return replace(state, regret_s=0.0), replace(hold, forecast=rates)
+    correction = state.correction.follow(
+        need.tokens,
+        rates,
+        itl_s=need.itl_s,
+        seconds=seconds,
+        room_tokens=decode_count * need.max_tokens,
+    )
+    need = replace(need, rates=correction.correct(rates))
     current, target = _find_target(prefill_count, decode_count, need, rules)
+    state = replace(state, correction=correction)
     state, decision = _weigh(state, observation, rules, current, target, seconds, now_s)
-    return state, replace(decision, forecast=rates)
+    return state, replace(decision, forecast=need.rates)
 
 
 def _find_target(

@@ -253,3 +253,20 @@ def test_a_flip_request_is_refused() -> None:
         DecisionAction.REFUSE,
         "the policy balanced decides at ticks, not on flip requests",
     )
+
+
+def test_decode_that_fills_beyond_the_forecast_raises_it() -> None:
+    """Answers are longer than predicted: nobody of their kind has ended yet."""
+
+    def fill(seconds: float, tokens: int) -> Observation:
+        instances = (
+            prefill("p-0", 0.0, **MODELS),
+            decode("d-0", **{**MODELS, "tokens": tokens, "decode_legs": 10}),
+        )
+        return observe(seconds, *instances, steps=100_000.0)
+
+    forecasts = [decision.forecast for decision in run_ticks(fill(0, 0), fill(1, 10_000), fill(2, 40_000))]
+    assert forecasts[1] is not None
+    assert forecasts[2] is not None
+    assert forecasts[2].output_tokens > 1.2 * forecasts[1].output_tokens
+    assert forecasts[2].prefill == forecasts[1].prefill
