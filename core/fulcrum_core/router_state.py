@@ -70,6 +70,7 @@ class InstanceState(_WireModel):
     itl_slope_s: float | None = Field(
         default=None, description="Predicted inter-token latency per KV token of the batch."
     )
+    on_cpu: bool = Field(default=False, description="Whether the engine runs on CPUs.")
 
     def is_idle(self, *, since_s: float) -> bool:
         """Whether nothing is in flight: by the ledger, and by the engine's count as of `since_s` or later.

@@ -48,6 +48,7 @@ class RoutedInstance(LearningInstance):
         self.process: EngineProcess | None = None
         self.identity: EngineIdentity | None = None
         self.health = Health()
+        self.on_cpu = False
         self.error_share = 0.0
         self.itl_s: float | None = None
         self.kv_capacity_tokens: int | None = None

@@ -77,10 +77,13 @@ class Observation:
     def serving_states(self, role: Role) -> tuple[InstanceState, ...]:
         """Return the router's state of each serving instance of `role` that is not cordoned, sorted by
         name.
+
+        CPU instances beside accelerators are left out: they get only what accelerators would do too late.
         """
-        return tuple(
-            self._by_name[name] for name in list_assigned(self.assignment.roles, self.confirmed_serving, role)
-        )
+        serving = self.confirmed_serving
+        if not all(self._by_name[name].on_cpu for name in serving):
+            serving = frozenset(name for name in serving if not self._by_name[name].on_cpu)
+        return tuple(self._by_name[name] for name in list_assigned(self.assignment.roles, serving, role))
 
     def format_split(self) -> str:
         """Format the assigned prefill and decode instances, as "5:3"."""

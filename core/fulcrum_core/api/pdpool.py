@@ -130,7 +130,7 @@ class HardwareSpec(ApiModel):
         min_length=1,
         max_length=253,
         pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$",
-        description="Extended resource of the node, such as nvidia.com/gpu.",
+        description="Extended resource of the node, such as nvidia.com/gpu; or cpu.",
     )
     count: StrictInt = Field(default=1, ge=1, le=1024, description="Devices for each instance (default 1).")
     type: str = Field(
@@ -191,6 +191,11 @@ class LaunchSpec(InstanceShapeSpec):
         max_length=512,
         description="Image that the operator chose because engine.image is not set; kept until a roll-out.",
     )
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether the instances request no accelerator but CPUs."""
+        return self.hardware is not None and self.hardware.resource == "cpu"
 
     @property
     def launch_spec(self) -> "LaunchSpec":

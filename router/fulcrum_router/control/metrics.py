@@ -27,6 +27,7 @@ from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.policy import TransferPair, TransferPairs
 from fulcrum_router.policy.demand import Demand
 from fulcrum_router.policy.journey import LocalPrefillReason, StopReason
+from fulcrum_router.policy.overflow import PromptCounts
 from fulcrum_router.policy.prefix_index import PrefixIndex
 from fulcrum_router.router import Router
 
@@ -129,6 +130,7 @@ class RouterCollector(Collector):
         yield from _build_counter_families(self._router.counters)
         yield from _build_plain_counters(self._router.counters)
         yield _build_demand_counter(self._router.journeys.demand)
+        yield from _build_prompt_counters(self._router.journeys.prompts)
         yield from _build_prefix_counters(self._router.journeys.prefix_index)
         yield from _build_client_families(self._router.counters)
         yield from _build_instance_families(self._router.fleet.instances)
@@ -177,7 +179,8 @@ def _build_leg_families(counters: Counters) -> Iterator[Metric]:
     yield _build_counter_by_phase(
         "dispatches",
         "Choices of an instance, by phase and reason: within_slo (meets the SLO), least_cost (no instance "
-        "does), prefilled_here (the instance computed the prompt), other_role (no decode instance serves).",
+        "does), prefilled_here (the instance computed the prompt), other_role (no decode instance serves), "
+        "overflow (accelerators would be too late, a CPU instance is sooner).",
         "reason",
         counters.dispatches,
     )
@@ -220,6 +223,24 @@ def _build_counter_families(counters: Counters) -> Iterator[Metric]:
         "reason",
         counters.ejections,
     )
+
+
+def _build_prompt_counters(counts: PromptCounts) -> Iterator[Metric]:
+    for name, description, value in (
+        ("prompts_sent", "Prompts that were sent to an instance to be computed.", counts.prompts),
+        ("prompt_tokens_sent", "Tokens of the prompts that were sent to an instance.", counts.tokens),
+        (
+            "overflow_prompts",
+            "Prompts that CPU instances beside accelerators got, which would have been too late.",
+            counts.overflow_prompts,
+        ),
+        (
+            "overflow_prompt_tokens",
+            "Tokens of the prompts that CPU instances beside accelerators got.",
+            counts.overflow_tokens,
+        ),
+    ):
+        yield CounterMetricFamily(f"fulcrum_router_{name}", description, value=value)
 
 
 def _build_prefix_counters(index: PrefixIndex | None) -> Iterator[Metric]:

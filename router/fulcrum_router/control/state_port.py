@@ -81,6 +81,7 @@ def _build_instance_state(router: Router, instance: Instance) -> InstanceState:
         kv_capacity_tokens=instance.kv_capacity_tokens,
         itl_intercept_s=instance.decode_model.intercept,
         itl_slope_s=instance.decode_model.slope,
+        on_cpu=instance.on_cpu,
     )
 
 

@@ -77,6 +77,7 @@ class Instance(LearningInstance):
         "kv_usage",
         "missed_probes",
         "name",
+        "on_cpu",
         "pool",
         "prefill_header",
         "progress_at_s",
@@ -100,7 +101,7 @@ class Instance(LearningInstance):
         simulated: bool = False,
     ) -> None:
         super().__init__(prefill, decode)
-        self.name, self.pool = name, pool
+        self.name, self.pool, self.on_cpu = name, pool, False
         self.prefill_header = b"x-fulcrum-prefill: %b\r\n" % name.encode()
         self.decode_header = b"x-fulcrum-decode: %b\r\n%b" % (
             name.encode(),

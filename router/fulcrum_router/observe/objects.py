@@ -152,6 +152,7 @@ class StoreWatcher:
                     decode=decode,
                     simulated=spec.engine.is_simulated,
                 )
+                instance.on_cpu = spec.is_on_cpu
                 instance.start_from(*self._router.find_models(spec.pool))
                 fleet.add(instance)
             if observed.status.endpoint is not None:

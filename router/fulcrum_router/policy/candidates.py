@@ -26,6 +26,10 @@ class InstanceView(Protocol):
         """Current role."""
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether the engine runs on CPUs, without an accelerator."""
+
+    @property
     def serving(self) -> bool:
         """Whether new work may be sent to the instance."""
 
@@ -76,10 +80,15 @@ class Candidates(Generic[V]):
     Valid until the role, `serving` or the identity of an instance changes; make a new one then.
     """
 
-    __slots__ = ("_readers", "decode", "other_role", "prefill")
+    __slots__ = ("_readers", "decode", "other_role", "overflow", "prefill")
 
     def __init__(self, instances: Iterable[V]) -> None:
         serving = [instance for instance in instances if instance.serving]
+        on_cpu = tuple(i for i in serving if i.on_cpu)
+        self.overflow: tuple[V, ...] = () if len(on_cpu) == len(serving) else on_cpu
+        """CPU instances beside accelerators: none of the other lists has them (`policy.overflow`)."""
+        if self.overflow:
+            serving = [i for i in serving if not i.on_cpu]
         self.decode: tuple[V, ...] = tuple(i for i in serving if i.role is not _PREFILL)
         """Instances that take decode legs."""
         self.other_role: tuple[V, ...] = tuple(i for i in serving if i.role is _PREFILL)

@@ -46,6 +46,8 @@ class DispatchReason(StrEnum):
     """No instance meets the SLO: the cheapest of all."""
     OTHER_ROLE = "other_role"
     """No decode instance serves: a prefill instance decodes."""
+    OVERFLOW = "overflow"
+    """Accelerators would compute the prompt too late, and a CPU instance is sooner."""
 
     __hash__ = str.__hash__  # counted on the data path: an enum's own hash is a Python call
 

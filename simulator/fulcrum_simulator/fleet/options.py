@@ -207,6 +207,8 @@ class RunOptions:
             shipped policies flip only in mode Auto. All else, such as the name of the policy, the objectives,
             dispatch mode, deflection and admission, comes from the other attributes.
         prefix_caches: Whether engines keep computed prompts for those that begin alike.
+        cpu_instances: Instances on CPUs besides, with the role Prefill (`policy.overflow`).
+        cpu_slowness: How many times as long their steps take as those of the profile.
         unsheddable_tiers: Tiers whose requests admission never refuses.
         lookahead_steps: Most engine steps skipped together; 1 executes each, with the same result.
     """
@@ -223,5 +225,7 @@ class RunOptions:
     drain_s: float = 600.0
     service: PDServiceSpec | None = None
     prefix_caches: bool = False
+    cpu_instances: int = 0
+    cpu_slowness: float = 20.0
     unsheddable_tiers: frozenset[str] = frozenset()
     lookahead_steps: int = LOOKAHEAD_STEPS

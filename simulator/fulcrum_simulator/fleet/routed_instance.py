@@ -28,14 +28,22 @@ class RoutedInstance(LearningInstance):
         "kv_lease_s",
         "kv_usage",
         "name",
+        "on_cpu",
         "role",
         "serving",
     )
 
     def __init__(
-        self, instance: SimulatedInstance, role: Role, prefill: PrefillModel, decode: DecodeModel
+        self,
+        instance: SimulatedInstance,
+        role: Role,
+        prefill: PrefillModel,
+        decode: DecodeModel,
+        *,
+        on_cpu: bool = False,
     ) -> None:
         super().__init__(prefill, decode)
+        self.on_cpu = on_cpu
         self.instance, self.name, self.role = instance, instance.name, role
         self.kv_capacity_tokens = instance.kv_capacity_tokens
         self.context_tokens: int | None = None
@@ -97,6 +105,7 @@ class RoutedInstance(LearningInstance):
             kv_capacity_tokens=self.kv_capacity_tokens,
             itl_intercept_s=self.decode_model.intercept,
             itl_slope_s=self.decode_model.slope,
+            on_cpu=self.on_cpu,
         )
 
 

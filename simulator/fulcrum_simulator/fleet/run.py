@@ -135,12 +135,25 @@ class _Simulation:
             step_noise=options.control.step_noise,
             lookahead_steps=options.lookahead_steps,
         )
+        on_cpu = replace(engine_options, profile=_slow_down(engine_options.profile, options.cpu_slowness))
+        shapes = dict.fromkeys(_name_instances(options.instances), engine_options)
+        shapes |= dict.fromkeys((f"cpu{number}" for number in range(options.cpu_instances)), on_cpu)
         peers: dict[str, SimulatedInstance] = {}
-        instances = [
-            SimulatedInstance(name, engine_options, self._events, peers, self._derive_rng())
-            for name in _name_instances(options.instances)
+        drawn = random.Random(options.seed)  # not self._rng: CPU instances change nothing else that is drawn
+        return [
+            SimulatedInstance(
+                name,
+                shape,
+                self._events,
+                peers,
+                random.Random(drawn.getrandbits(64)) if shape is on_cpu else self._derive_rng(),
+            )
+            for name, shape in shapes.items()
         ]
-        return instances
+
+    def _find_first_role(self, number: int) -> Role:
+        on_cpu = number >= self._options.instances
+        return Role.PREFILL if on_cpu else _choose_role(self._options.policy, number)
 
     def _derive_rng(self) -> random.Random:
         return random.Random(self._rng.getrandbits(64))
@@ -149,19 +162,20 @@ class _Simulation:
 
     def _build_router(self) -> SimulatedRouter:
         options, rng = self._options, self._derive_rng()
-        step_model = options.profile.step_model
-        prefill = step_model.prefill_model(options.profile.token_budget)
-        decode = step_model.decode_model(TYPICAL_REQUEST_TOKENS)
         error = options.control.model_error
-        views = [
-            RoutedInstance(
+
+        def build_view(number: int, instance: SimulatedInstance) -> RoutedInstance:
+            on_cpu = number >= options.instances
+            profile = _slow_down(options.profile, options.cpu_slowness) if on_cpu else options.profile
+            return RoutedInstance(
                 instance,
-                _choose_role(options.policy, number),
-                _distort(prefill, error, rng),
-                _distort(decode, error, rng),
+                self._find_first_role(number),
+                _distort(profile.step_model.prefill_model(profile.token_budget), error, rng),
+                _distort(profile.step_model.decode_model(TYPICAL_REQUEST_TOKENS), error, rng),
+                on_cpu=on_cpu,
             )
-            for number, instance in enumerate(self._instances)
-        ]
+
+        views = [build_view(number, instance) for number, instance in enumerate(self._instances)]
         rules = self._build_rules()
         flips = FlipSettings(
             max_decode_load=rules.shrink,
@@ -198,13 +212,14 @@ class _Simulation:
 
     def _build_rules(self) -> AutoscalingRules:
         """Return the rules of the service, with the policy of this run."""
-        names = (instance.name for instance in self._instances)
+        names = [instance.name for instance in self._instances]
         spec = self._spec
         rules = AutoscalingRules.from_spec(
             spec,
             assignment_rules=AssignmentRules(
                 spec.autoscaling.flip.prefill_to_decode_cooldown,
                 floors=spec.roles.to_floors(),
+                fixed_roles=dict.fromkeys(names[self._options.instances :], Role.PREFILL),
                 restarted_by_flip=frozenset(names if self._options.policy.flip_downtime_s else ()),
             ),
         )
@@ -305,7 +320,7 @@ class _Simulation:
         return RunResult(
             options=self._options,
             first_roles={
-                instance.name: _choose_role(self._options.policy, number)
+                instance.name: self._find_first_role(number)
                 for number, instance in enumerate(self._instances)
             },
             records=tuple(self._records),
@@ -328,6 +343,12 @@ def _choose_role(policy: Policy, number: int) -> Role:
     if policy.name is PolicyName.COLOCATED:
         return Role.BOTH
     return Role.PREFILL if number < policy.prefill else Role.DECODE
+
+
+def _slow_down(profile: EngineProfile, factor: float) -> EngineProfile:
+    """The profile with all durations of a step multiplied."""
+    times = {name: factor * getattr(profile, name) for name in ("t0", "b", "c", "d1", "d2")}
+    return profile.model_copy(update=times)
 
 
 def _set_token_budget(profile: EngineProfile, token_budget: int | None) -> EngineProfile:

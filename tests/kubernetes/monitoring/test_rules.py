@@ -87,6 +87,13 @@ def requests(*, missed_of_100: float, per_minute: float = 100) -> dict[str, str]
     }
 
 
+def overflow(tokens_of_100: float) -> dict[str, str]:
+    return {
+        f"fulcrum_router_prompt_tokens_sent_total{{{SERVICE}}}": count(6_000),
+        f"fulcrum_router_overflow_prompt_tokens_total{{{SERVICE}}}": count(60 * tokens_of_100),
+    }
+
+
 def condition(type_: str, reason: str, value: int) -> dict[str, str]:
     series = f'fulcrum_operator_service_condition{{{SERVICE},condition="{type_}",reason="{reason}"}}'
     return {series: always(value)}
@@ -138,6 +145,7 @@ CASES = {
     "FulcrumGPUsMissing": Case(
         condition("Degraded", "Unschedulable", 1), condition("Degraded", "NodeLost", 1)
     ),
+    "FulcrumCPUPrefill": Case(overflow(6), overflow(4)),
     "FulcrumWatchStale": Case(generations(7, 6), generations(7, 7)),
     "FulcrumServiceDegraded": Case(
         condition("Degraded", "NodeLost", 1), condition("Degraded", "AsExpected", 0)

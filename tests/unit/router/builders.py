@@ -37,6 +37,7 @@ class FakeInstance:
     context_tokens: int | None = None
     kv_lease_s: float = KV_LEASE_S
     kv_usage: float | None = None
+    on_cpu: bool = False
 
 
 class FakeFleet:

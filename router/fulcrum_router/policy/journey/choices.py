@@ -45,7 +45,7 @@ _ARRIVED, _WAITING, _FLIP_REQUESTED, _PREFILL, _DECODE_SENT, _ABORTING, _DONE = 
 )
 _SEND_PREFILL, _SEND_DECODE, _WAIT, _END = Action.SEND_PREFILL, Action.SEND_DECODE, Action.WAIT, Action.END
 _BEFORE_THE_ROOM = (_ARRIVED, _FLIP_REQUESTED)
-_ROLE_BOTH = Role.BOTH
+_ROLE_BOTH, _ROLE_PREFILL = Role.BOTH, Role.PREFILL
 _PREFILLED_HERE, _WITHIN_SLO, _OTHER_ROLE = (
     DispatchReason.PREFILLED_HERE,
     DispatchReason.WITHIN_SLO,
@@ -68,6 +68,10 @@ class JourneyChoices(EligibleInstances[V]):
         if reason is None:
             broken = context.pairs.broken_prefill_instances
             exclude = self._failed_prefill + broken
+            if context.fleet.candidates.overflow:
+                overflow = self._find_overflow(now_s, exclude)
+                if overflow is not None:
+                    return self._overflow(now_s, overflow)
             if context.waiting_room.prefill_ahead_s < math.inf:
                 eligible, full = self._list_eligible(now_s, exclude)
                 full += self._list_kept(now_s, eligible, full)
@@ -108,17 +112,34 @@ class JourneyChoices(EligibleInstances[V]):
             delays=context.pairs.prefill_delays,
         )
 
+    def _admit(self, now_s: float) -> None:
+        """Admit the request without a forecast: it does not wait for prefill instances."""
+        if not self._is_judged:
+            self._is_judged = True
+            self._context.admission.record(self.work.tier, ADMITTED)
+            self._context.record_admitted(self.work, now_s)
+        self._forecast_s = 0.0  # it was for prefill instances
+
+    def _overflow(self, now_s: float, instance: V) -> Action:
+        """Have a CPU instance compute the prompt, and also decode if nobody can read its KV.
+
+        The request is admitted, since it is in time there.
+        """
+        context = self._context
+        self._admit(now_s)
+        context.prompts.record_overflow(self.work.prompt_tokens)
+        if instance.role is _ROLE_PREFILL and context.fleet.candidates.list_readers(instance.identity)[0]:
+            return self._take_prefill(now_s, Dispatch(instance.name, DispatchReason.OVERFLOW, (0.0, 0.0)))
+        self.local_prefill_reason, self.dispatch_reason = LocalPrefillReason.CPU_POOL, DispatchReason.OVERFLOW
+        return self._open_decode(now_s, instance)
+
     def _deflect(self, now_s: float, deflection: Deflection) -> Action:
         """Have a decode instance compute the prompt. The request is admitted, since it is in time there."""
         context = self._context
-        if not self._is_judged:
-            self._is_judged = True
-            context.admission.record(self.work.tier, ADMITTED)
-            context.record_admitted(self.work, now_s)
+        self._admit(now_s)
         instance = context.fleet[deflection.instance]
         instance.ledger.deflect(recovery_s=deflection.recovery_s, now_s=now_s)
         self._recovery_s = deflection.recovery_s
-        self._forecast_s = 0.0  # it was for prefill instances
         self.source = self.predicted_ttft = None
         self.local_prefill_reason, self.dispatch_reason = LocalPrefillReason.DEFLECTED, _WITHIN_SLO
         return self._open_decode(now_s, instance)
@@ -148,6 +169,7 @@ class JourneyChoices(EligibleInstances[V]):
         self._charge_tenant()
         if context.prefix_index is not None:
             self._record_prefix(instance)
+        context.prompts.record(self.work.prompt_tokens)
         ledger, tokens = instance.ledger, self.work.count_computed(instance.name)
         compute_s = instance.prefill_model.ttft_s(tokens)
         self._prefill_entry = ledger.add_prefill(tokens=tokens, predicted_s=compute_s, now_s=now_s)
@@ -251,6 +273,7 @@ class JourneyChoices(EligibleInstances[V]):
         if self._account is not None:
             self._account.follow(self.decode_entry)
         if not self.prefill_open and (self.source is None or self.local_prefill_reason is not None):
+            self._context.prompts.record(tokens)
             compute_s = instance.prefill_model.ttft_s(tokens)
             self._local_entry = ledger.add_local_prefill(tokens=tokens, predicted_s=compute_s, now_s=now_s)
         self.decode_instance, self.decode_open, self.state = instance, True, _DECODE_SENT

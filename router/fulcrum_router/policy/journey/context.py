@@ -19,6 +19,7 @@ from fulcrum_router.policy.faults.retry_budget import RetryBudget
 from fulcrum_router.policy.journey.protocols import PROTOCOLS, TransferProtocol
 from fulcrum_router.policy.kv_pairs.pairs import TransferPairs
 from fulcrum_router.policy.ledger import Ledger
+from fulcrum_router.policy.overflow import PromptCounts
 from fulcrum_router.policy.predictions.prompt_limit import ASSUMED_CONTEXT_TOKENS
 from fulcrum_router.policy.prefix_index import PrefixIndex
 from fulcrum_router.policy.tiers.admission import (
@@ -125,6 +126,7 @@ class JourneyContext(Generic[V]):
         "flip_waits",
         "pairs",
         "prefix_index",
+        "prompts",
         "protocols",
         "rate_limits",
         "retry_budget",
@@ -145,6 +147,7 @@ class JourneyContext(Generic[V]):
         self.demand = Demand()
         self.flip_rules = NO_FLIP_PROPOSALS
         self.flip_waits = FlipWaits()
+        self.prompts = PromptCounts()
         self.rate_limits = RateLimits()
         self.retry_budget = RetryBudget()
         self.waiting_room = WaitingRoom()

@@ -11,6 +11,8 @@ from fulcrum_router.policy.dispatch import Dispatch, DispatchDecision, FlipPropo
 from fulcrum_router.policy.journey.context import V
 from fulcrum_router.policy.journey.record import JourneyRecord
 from fulcrum_router.policy.journey.states import State
+from fulcrum_router.policy.overflow import choose_overflow
+from fulcrum_router.policy.tiers.admission import predict_prefill
 
 # An attribute of an enum is slow to read.
 _ARRIVED, _WAITING, _BEFORE_THE_ROOM = State.ARRIVED, State.WAITING, (State.ARRIVED, State.FLIP_REQUESTED)
@@ -99,6 +101,34 @@ class EligibleInstances(JourneyRecord[V]):
         eligible, full = self._list_eligible(now_s, ())
         is_behind = self.state is _ARRIVED and bool(room.members)
         return bool(eligible) and (is_behind or len(full) == len(eligible) or self._must_join_the_held(now_s))
+
+    # --- overflow ------------------------------------------------------------------------------------
+
+    def _find_overflow(self, now_s: float, exclude: tuple[str, ...]) -> V | None:
+        """Find a CPU instance for a prompt that accelerators would compute too late."""
+        context, work = self._context, self.work
+        candidates, room = context.fleet.candidates, context.waiting_room
+        prefill = [i for i in candidates.prefill if i.name not in exclude]
+        ends_at_s = math.inf
+        if prefill:
+            backlog_s = room.find_backlog_s(work.priority) if room.members else 0.0
+            delays = context.pairs.prefill_delays
+            prefill_s, _ = predict_prefill(prefill, work, now_s=now_s, backlog_s=backlog_s, delays=delays)
+            ends_at_s = now_s + prefill_s
+        steps = (
+            i.ledger.remaining_s(now_s) + i.decode_model.itl_s(i.ledger.decode_tokens)
+            for i in candidates.decode
+        )
+        highest = context.decode_share.highest
+        return choose_overflow(
+            candidates.overflow,
+            work,
+            now_s=now_s,
+            ends_at_s=ends_at_s,
+            start_s=min(steps, default=0.0),
+            is_lower_tier=highest is not None and work.priority < highest,
+            exclude=exclude + self._failed_decode,
+        )
 
     # --- deflection --------------------------------------------------------------------------------
 

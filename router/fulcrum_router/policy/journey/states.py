@@ -96,6 +96,8 @@ class LocalPrefillReason(StrEnum):
     """No decode instance can read the KV of the prefill instance."""
     DEFLECTED = "deflected"
     """No prefill instance would compute the prompt well in time, and a decode instance has time to spare."""
+    CPU_POOL = "cpu_pool"
+    """Accelerators would compute the prompt too late, and none can read the KV of the CPU instance."""
 
     __hash__ = str.__hash__  # see StopReason
 
@@ -114,5 +116,6 @@ _EXPECTED_REASONS = frozenset(
         LocalPrefillReason.PROMPT_EMBEDS,
         LocalPrefillReason.PASSED_THROUGH,
         LocalPrefillReason.DEFLECTED,
+        LocalPrefillReason.CPU_POOL,
     }
 )

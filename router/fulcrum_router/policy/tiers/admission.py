@@ -247,7 +247,7 @@ def predict_admission(
             its own instances at most.
     """
     tokens = work.prompt_tokens
-    soonest_s, least_s = _predict_prefill(prefill, work, now_s=now_s, backlog_s=backlog_s, delays=delays)
+    soonest_s, least_s = predict_prefill(prefill, work, now_s=now_s, backlog_s=backlog_s, delays=delays)
     if backlog_s and reserve.own_instances:
         # Its own instances take only its own work: it need not wait for the rest of the backlog.
         idle_in_s = min(instance.ledger.remaining_s(now_s) for instance in prefill)
@@ -271,7 +271,7 @@ def predict_admission(
     return Forecast(now_s - work.arrival_s + soonest_s + start_s, least_s + step_s, load, stay_s)
 
 
-def _predict_prefill(
+def predict_prefill(
     prefill: Sequence[InstanceView],
     work: Work,
     *,
@@ -279,7 +279,7 @@ def _predict_prefill(
     backlog_s: float,
     delays: Mapping[str, TransferDelay],
 ) -> tuple[float, float]:
-    """Predict the time until decode has the prompt's KV: now, and with idle instances.
+    """Predict the time until decode has the prompt's KV: now, and with idle instances; at least one.
 
     Now: on the instance that dispatch would choose, by the steps of its engine.
     """
