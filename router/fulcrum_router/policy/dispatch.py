@@ -186,7 +186,7 @@ def choose_decode(
     if prefilled_on is not None:
         source = prefilled_on.identity
         if prefilled_on.role is not _PREFILL and prefilled_on.serving and prefilled_on.name not in exclude:
-            cost = _compute_decode_cost(prefilled_on, work.prompt_tokens, work.slo.tpot_s, now_s)
+            cost = compute_decode_cost(prefilled_on, work.prompt_tokens, work.slo.tpot_s, now_s)
             return Dispatch(prefilled_on.name, _PREFILLED_HERE, cost[:2])
     readers, other_role = candidates.list_readers(source)
     costs = _list_decode_costs(readers, work, now_s, exclude)
@@ -288,7 +288,7 @@ def _list_decode_costs(
     if exclude:
         instances = [i for i in instances if i.name not in exclude]
     tokens, tpot_s = work.prompt_tokens, work.slo.tpot_s
-    return [_compute_decode_cost(i, tokens, tpot_s, now_s) for i in instances]
+    return [compute_decode_cost(i, tokens, tpot_s, now_s) for i in instances]
 
 
 def _compute_prefill_cost(instance: InstanceView, tokens: int, now_s: float) -> Cost:
@@ -305,7 +305,8 @@ def _compute_prefill_cost(instance: InstanceView, tokens: int, now_s: float) -> 
     return (other_s, seconds, ledger.decode_legs, instance.name)
 
 
-def _compute_decode_cost(instance: InstanceView, tokens: int, tpot_s: float, now_s: float) -> Cost:
+def compute_decode_cost(instance: InstanceView, tokens: int, tpot_s: float, now_s: float) -> Cost:
+    """Compute the cost of decode; the second part is at most 0 if the instance passes the SLO check."""
     ledger, model = instance.ledger, instance.decode_model
     batch = ledger.decode_tokens + ledger.reserved_tokens + tokens
     excess_s = model.intercept + model.slope * batch - tpot_s  # I(n) − S_D

@@ -5,6 +5,7 @@ slowly, and a prompt that is sent cannot be taken back. It takes one when it arr
 
     long, or of a lower tier       more than `LONG_PROMPT_TOKENS`, or a tier below the highest
     the accelerators are late      the best of them would miss the TTFT objective, behind the work in front
+    decode has room                some decode instance passes the check of dispatch with it
     the CPUs are in time           the prompt, and at most `AHEAD_S` of other work, in 0.8 of the time left
 
 So a prompt that accelerators compute in time stays there, and waits for less work than without the CPUs. The

@@ -193,3 +193,25 @@ def test_a_report_of_nothing_but_misses_can_be_printed() -> None:
 
 def test_an_even_split_is_where_arrow_starts() -> None:
     assert parse_policy("arrow", instances=5) == Policy(PolicyName.ARROW, 2, 3)
+
+
+def test_cpu_instances_change_nothing_while_accelerators_are_in_time() -> None:
+    load = moving_load(10.0, factor=0.3)
+    without, with_cpus = (simulate(load, options(cpu_instances=cpus)) for cpus in (0, 2))
+    times = [
+        [(r.prefill, r.decode, r.first_token_s, r.last_token_s) for r in run.records]
+        for run in (without, with_cpus)
+    ]
+    assert times[0] == times[1]
+
+
+def test_cpu_instances_compute_long_prompts_that_accelerators_would_compute_too_late() -> None:
+    load = [WorkloadRequest(0.3 * number, 6_000, 10) for number in range(150)]
+    slo = Slo(10.0, 0.2)
+    without, with_cpus = (
+        simulate(load, options("static:5P3D", slo=slo, cpu_instances=cpus, cpu_slowness=3.0)).records
+        for cpus in (0, 4)
+    )
+    on_cpus = [r for r in with_cpus if r.prefill.startswith("cpu")]
+    met = [sum(r.meets(slo) for r in records) for records in (without, with_cpus, on_cpus)]
+    assert (met[1] > met[0], met[2] / max(1, len(on_cpus)) > 0.9) == (True, True), met

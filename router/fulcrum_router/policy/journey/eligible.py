@@ -7,7 +7,7 @@ whether it waits. It also finds the decode instance that may compute a prompt (`
 import math
 
 from fulcrum_router.policy.deflection import Deflection, choose_deflection, is_at_risk
-from fulcrum_router.policy.dispatch import Dispatch, DispatchDecision, FlipProposal
+from fulcrum_router.policy.dispatch import Dispatch, DispatchDecision, FlipProposal, compute_decode_cost
 from fulcrum_router.policy.journey.context import V
 from fulcrum_router.policy.journey.record import JourneyRecord
 from fulcrum_router.policy.journey.states import State
@@ -105,9 +105,15 @@ class EligibleInstances(JourneyRecord[V]):
     # --- overflow ------------------------------------------------------------------------------------
 
     def _find_overflow(self, now_s: float, exclude: tuple[str, ...]) -> V | None:
-        """Find a CPU instance for a prompt that accelerators would compute too late."""
+        """Find a CPU instance for a prompt that accelerators would compute too late.
+
+        None if decode has no room: a prompt more would make the answers of others late.
+        """
         context, work = self._context, self.work
-        candidates, room = context.fleet.candidates, context.waiting_room
+        candidates, room, slo = context.fleet.candidates, context.waiting_room, work.slo
+        tokens = work.context_tokens
+        if all(compute_decode_cost(i, tokens, slo.tpot_s, now_s)[1] > 0.0 for i in candidates.decode):
+            return None
         prefill = [i for i in candidates.prefill if i.name not in exclude]
         ends_at_s = math.inf
         if prefill:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fulcrum_core.latency import PrefillModel
+from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.values import AdmissionMode, EngineIdentity, Role
 from fulcrum_router.policy import Candidates, TransferPairs
 from fulcrum_router.policy.dispatch import DispatchReason
@@ -24,9 +24,9 @@ CPU = PrefillModel(c0=0.0, c1=1e-4, c2=0.0)
 OTHER_ATTENTION = replace(IDENTITY, attention="CPU_ATTN")
 
 
-def gpu(name: str, *, queued_s: float = 0.0) -> FakeInstance:
-    made = instance(name, queued_s=queued_s)
-    made.prefill_model = GPU
+def gpu(name: str, *, queued_s: float = 0.0, decoding: int = 0) -> FakeInstance:
+    made = instance(name, queued_s=queued_s, decoding=decoding)
+    made.prefill_model, made.decode_model = GPU, DecodeModel(intercept=0.01, slope=1e-6)
     return made
 
 
@@ -121,6 +121,12 @@ def test_a_prompt_that_accelerators_compute_in_time_stays_there() -> None:
     journey, _ = start(gpu("p1"), gpu("d1"), cpu())
     assert journey.prefill_instance is not None
     assert journey.prefill_instance.name == "p1"
+
+
+def test_a_cpu_takes_no_prompt_that_decode_has_no_room_for() -> None:
+    """That of 40,000 tokens takes the 50 ms of the objective."""
+    journey, action = start(gpu("p1", queued_s=2.0), gpu("d1", decoding=35_000), cpu())
+    assert (action, journey.prefill_instance) == (Action.WAIT, None)
 
 
 def test_prompts_on_cpus_are_admitted_and_counted() -> None:
