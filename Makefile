@@ -13,13 +13,14 @@ simulation_tests := tests/properties tests/simulation
 # Level 2, which `make test` runs in two lots: whole local services, and single programs.
 service_tests := tests/integration/cli tests/examples
 program_tests := tests/integration $(addprefix --ignore=,$(service_tests))
-# Levels 3 and 4, which `make test-kubernetes` runs in two lots: without a cluster, and on clusters.
+# Levels 3 and 4, which `make test-kubernetes` runs in three lots.
+node_tests := tests/kubernetes/nodes
 monitoring_tests := tests/kubernetes/monitoring tests/kubernetes/browser
-cluster_tests := tests/kubernetes $(addprefix --ignore=,$(monitoring_tests))
+control_plane_tests := tests/kubernetes $(addprefix --ignore=,$(node_tests) $(monitoring_tests))
 
 .PHONY: help play test test-kubernetes test-engines test-all check generate verify lock cli engine bench docs web clean \
 	setup-kubernetes setup-engines check-format check-lint check-types check-contracts check-simulation check-unit-tests \
-	test-services test-programs test-monitoring test-clusters
+	test-services test-programs test-nodes test-control-planes test-monitoring
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,15 +38,18 @@ test-services: .venv/.dev
 test-programs: .venv/.dev
 	@tools/test programs $(program_tests) $(ARGS)
 
-test-kubernetes: setup-kubernetes ## a real Kubernetes on this machine; root; prints first what it installs and builds; 25 min
-	@$(MAKE) --no-print-directory -j2 test-monitoring test-clusters
+test-kubernetes: setup-kubernetes ## a real Kubernetes on this machine; root; prints first what it installs and builds; 15 min
+	@$(MAKE) --no-print-directory -j2 test-nodes test-control-planes test-monitoring
 
-# Beside the first minutes of the other lot: Prometheus and Chromium mostly wait.
+# The longest lot, beside which the other two run one after the other: all of them mostly wait.
+test-nodes: .venv/.dev
+	@tools/test nodes $(node_tests) $(ARGS)
+
+test-control-planes: .venv/.dev
+	@tools/test control-planes $(control_plane_tests) $(ARGS)
+
 test-monitoring: .venv/.dev
 	@tools/test monitoring -q $(monitoring_tests) $(ARGS)
-
-test-clusters: .venv/.dev
-	@tools/test kubernetes $(cluster_tests) $(ARGS)
 
 test-engines: setup-engines ## real vLLM on this machine's CPUs; prints first that it downloads 6 GB; 6 min
 	@tools/test engines tests/engines $(ARGS)
