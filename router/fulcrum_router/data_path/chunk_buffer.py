@@ -50,3 +50,15 @@ class ChunkBuffer:
         """Hold chunks back that were taken and not forwarded; False: they are too many."""
         self.held = chunks + self.held
         return len(self.held) <= self._max_bytes
+
+
+NO_CHUNKS = ChunkBuffer()
+"""Buffer of a response that is not a stream: it always stays empty."""
+
+
+def find_chunk_start(data: bytes, position: int) -> int:
+    """The offset of the chunk whose first event is the last one before `position`; text has no line ends."""
+    end = start = data.rfind(b"\r\ndata:", 0, position)
+    while start > 0 and data[start - 1] in b"0123456789abcdefABCDEF":
+        start -= 1
+    return start if start < end else len(data)

@@ -17,7 +17,7 @@ A response that may use KV fetched after its lease expired is withheld until its
 import time
 from enum import Enum
 
-from fulcrum_router.data_path.chunk_buffer import ChunkBuffer
+from fulcrum_router.data_path.chunk_buffer import NO_CHUNKS, ChunkBuffer, find_chunk_start
 from fulcrum_router.data_path.request import Downstream
 from fulcrum_router.data_path.response_observer import ResponseObserver
 from fulcrum_router.fleet.instances import IncomingTransfer, Instance
@@ -148,7 +148,7 @@ class DecodeResponse(Completion[None]):
         """Whether that error came after a token."""
         self.events = 0
         """Events of the stream that were sent to the client."""
-        self._chunks = _NO_CHUNKS
+        self._chunks = NO_CHUNKS
         self._continuation = continuation = observer.continuation
         self._continued = None if continuation is None else continuation.stream
         """Set if the client has the beginning of the stream from another engine."""
@@ -283,7 +283,7 @@ class DecodeResponse(Completion[None]):
         self.usage = usage
         if not self._strips_usage or self.head is None or self.head.length != CHUNKED:
             return data
-        start = _find_chunk_start(data, position) if self._chunks.starts_mid_chunk else 0
+        start = find_chunk_start(data, position) if self._chunks.starts_mid_chunk else 0
         return data[:start] + strip_usage_events(data[start:])
 
     @property
@@ -494,17 +494,5 @@ class DecodeResponse(Completion[None]):
         return event if head.length == UNTIL_CLOSE else b""
 
 
-def _find_chunk_start(data: bytes, position: int) -> int:
-    """The offset of the chunk whose first event is the last one before `position`; text has no line ends."""
-    end = start = data.rfind(b"\r\ndata:", 0, position)
-    while start > 0 and data[start - 1] in b"0123456789abcdefABCDEF":
-        start -= 1
-    return start if start < end else len(data)
-
-
 def _is_whole_json(parts: list[bytes]) -> bool:
     return bool(parts) and parts[-1].rstrip().endswith(b"}")
-
-
-_NO_CHUNKS = ChunkBuffer()
-"""Buffer of a response that is not a stream: it always stays empty."""
