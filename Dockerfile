@@ -9,12 +9,13 @@ FROM ${BASE} AS build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /source
 # Packages first: they change less often than our own lines. Every one comes by its hash.
-COPY requirements/image.lock requirements/play.lock requirements/
+COPY requirements/image.lock requirements/compiled.lock requirements/
 RUN python3 -m venv --without-pip /opt/fulcrum && \
     python3 -m pip --python /opt/fulcrum/bin/python install --require-hashes -r requirements/image.lock
-# What builds the package is in a lock, too, and not in the image.
+# What builds the package, mypyc included, is in a lock, too, and not in the image; nor is the C compiler.
 RUN python3 -m venv --without-pip /opt/build && \
-    python3 -m pip --python /opt/build/bin/python install --require-hashes -r requirements/play.lock
+    python3 -m pip --python /opt/build/bin/python install --require-hashes -r requirements/compiled.lock
+RUN command -v cc || { apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev; }
 COPY pyproject.toml README.md LICENSE ./
 COPY core/ core/
 COPY cluster/ cluster/
@@ -24,7 +25,11 @@ COPY operator/ operator/
 COPY simulator/ simulator/
 COPY cli/ cli/
 COPY examples/ examples/
-RUN python3 -m pip --python /opt/build/bin/python wheel --no-build-isolation --no-deps --wheel-dir /wheel . && \
+COPY tools/compiled/ tools/compiled/
+# The data path of the router is compiled; FULCRUM_COMPILED=0 leaves it Python.
+ARG FULCRUM_COMPILED=1
+RUN FULCRUM_COMPILED=${FULCRUM_COMPILED} \
+    python3 -m pip --python /opt/build/bin/python wheel --no-build-isolation --no-deps --wheel-dir /wheel . && \
     python3 -m pip --python /opt/fulcrum/bin/python install --no-index --no-deps /wheel/*.whl
 
 FROM ${BASE}

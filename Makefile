@@ -20,7 +20,7 @@ control_plane_tests := tests/kubernetes $(addprefix --ignore=,$(node_tests) $(mo
 
 .PHONY: help play test test-kubernetes test-engines test-all check generate verify lock cli engine bench docs web clean \
 	setup-kubernetes setup-engines check-format check-lint check-types check-contracts check-simulation check-unit-tests \
-	test-services test-programs test-nodes test-control-planes test-monitoring
+	test-services test-programs test-compiled test-nodes test-control-planes test-monitoring
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,10 @@ test-services: .venv/.dev
 
 test-programs: .venv/.dev
 	@tools/test programs $(program_tests) $(ARGS)
+
+test-compiled: .venv/.dev ## the router's tests of local processes with its data path compiled; needs a C compiler; 4 min
+	@PYTHONPATH=$$($(bin)/python -m tools.compiled.build) \
+	    tools/test compiled -q tests/integration/router tests/integration/fuzz --fuzz-seconds=2 $(ARGS)
 
 test-kubernetes: setup-kubernetes ## a real Kubernetes on this machine; root; prints first what it installs and builds; 15 min
 	@$(MAKE) --no-print-directory -j2 test-nodes test-control-planes test-monitoring
@@ -56,6 +60,7 @@ test-engines: setup-engines ## real vLLM on this machine's CPUs; prints first th
 
 test-all: ## all of the tests above, one after the other
 	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory test-compiled
 	@$(MAKE) --no-print-directory test-engines
 	@$(MAKE) --no-print-directory test-kubernetes
 

@@ -1,10 +1,9 @@
 """Compiles the modules of `modules.txt` to machine code, with mypyc and the C compiler of this machine.
 
-An experiment (docs/decisions/0063): nothing that is installed or released is compiled.
-
     python -m tools.compiled.build      prints a folder with fulcrum_core and fulcrum_router, compiled
 
 With that folder in `PYTHONPATH` a program or a test uses the compiled modules; a checkout never holds any.
+`wheel_hook.py` adds them to the wheel of the image, and `tools/image` to the image for tests.
 The folder is in `.cache`, under a hash of all that went into it, so that unchanged sources are compiled once.
 """
 
@@ -19,6 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (Path("core/fulcrum_core"), Path("router/fulcrum_router"))
+INPUTS = ("build.py", "modules.txt", "mypy.ini")
+"""Files of this folder that decide what is generated."""
 LIBRARY = "fulcrum_compiled"
 """Name of the shared library with all modules; next to it lies one small extension for each."""
 _COMPILE = """
@@ -61,6 +62,11 @@ def compile_packages() -> Path:
     return folder
 
 
+def list_libraries(folder: Path) -> list[Path]:
+    """Return what was compiled: one small extension for each module, and the library with all of them."""
+    return sorted(folder.rglob("*.so"))
+
+
 def _compile(scratch: Path) -> None:
     code = _COMPILE.format(library=LIBRARY)
     arguments = [sys.executable, "-c", code, str(scratch), *list_modules()]
@@ -76,7 +82,7 @@ def _hash_inputs() -> str:
     """Hash the sources of both packages (types decide what is generated), the tools and their versions."""
     digest = hashlib.sha256(f"{sys.version} {importlib.metadata.version('mypy')}".encode())
     sources = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-    for path in (*sources, *sorted((ROOT / "tools" / "compiled").glob("[!_]*.*"))):
+    for path in (*sources, *(ROOT / "tools" / "compiled" / name for name in INPUTS)):
         digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -5,9 +5,10 @@
 A TAG with a slash in it, such as localhost/fulcrum:1, is the whole name.
 
 It holds what the Dockerfile's holds: this interpreter below /usr/local, and in it the packages that
-`requirements/image.lock` names (taken from the environment that runs this), and the rooms as they lie in the
-checkout. Compiled files are in it, because nothing in a container can write them. What is slow to make, the
-layers of interpreter and packages, stays in a cache folder under a name made from all that went into it.
+`requirements/image.lock` names (taken from the environment that runs this), and the rooms as they lie in
+the checkout. The data path is compiled (`tools/compiled`). Files of bytecode are in it, because nothing in
+a container can write them. What is slow to make, the layers of interpreter and packages, stays in a cache
+folder under a name made from all that went into it.
 """
 
 import hashlib
@@ -30,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
+from tools.compiled.build import compile_packages, list_libraries  # noqa: E402  (the same)
 from tools.kubernetes.images import LayerEntry, build_layer, write_image  # noqa: E402  (the checkout has to be on the path)
 
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -149,7 +151,7 @@ def _build_packages_layer(scratch: Path) -> bytes:
 
 
 def _build_rooms_layer() -> bytes:
-    """Return the packages of the checkout, laid out as in the wheel."""
+    """Return the packages of the checkout, laid out as in the wheel, with the compiled modules."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         wheel = tomllib.load(file)["tool"]["hatch"]["build"]["targets"]["wheel"]
     entries: list[LayerEntry] = []
@@ -157,6 +159,11 @@ def _build_rooms_layer() -> bytes:
         entries += _list_tree(ROOT / package, f"{SITE_PACKAGES_PATH}/{Path(package).name}")
     entries += [
         (f"{SITE_PACKAGES_PATH}/{name}", ROOT / source) for source, name in wheel["force-include"].items()
+    ]
+    compiled = compile_packages()
+    entries += [
+        (f"{SITE_PACKAGES_PATH}/{library.relative_to(compiled)}", library)
+        for library in list_libraries(compiled)
     ]
     with tempfile.TemporaryDirectory() as scratch:
         return build_layer([*entries, *_compile_modules(entries, Path(scratch))])

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.router_state import FlipRequest, RouterState
 from fulcrum_core.values import Role
+from fulcrum_router.data_path.build_info import is_compiled
 from fulcrum_simulator.text import output_text, prompt_digest
 from tests.integration.simulator.servers import DEADLINE_S, MODEL, Server, launch, ready
 from tests.objects import make_object
@@ -272,3 +274,7 @@ def test_a_router_that_is_stopped_while_it_starts_ends() -> None:
         [sys.executable, "-c", STOP_AT_FIRST_IMPORT], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_the_data_path_is_compiled_where_the_tests_are_for_the_compiled_one() -> None:
+    assert is_compiled() == (os.environ.get("TEST_LOT") == "compiled")
