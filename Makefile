@@ -18,9 +18,9 @@ node_tests := tests/kubernetes/nodes
 monitoring_tests := tests/kubernetes/monitoring tests/kubernetes/browser
 control_plane_tests := tests/kubernetes $(addprefix --ignore=,$(node_tests) $(monitoring_tests))
 
-.PHONY: help play test test-kubernetes test-engines test-all check generate verify lock cli engine bench docs web clean \
+.PHONY: help play test test-compiled test-kubernetes test-engines test-all check generate verify lock cli engine bench docs web clean \
 	setup-kubernetes setup-engines check-format check-lint check-types check-contracts check-simulation check-unit-tests \
-	test-services test-programs test-compiled test-nodes test-control-planes test-monitoring
+	test-services test-programs test-nodes test-control-planes test-monitoring
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)

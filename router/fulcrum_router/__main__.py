@@ -37,14 +37,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 async def _run(options: "RouterOptions") -> None:
+    import structlog
+
     from fulcrum_cluster.logs import log_loop_errors
+    from fulcrum_router.data_path.build_info import is_compiled
     from fulcrum_router.server import serve
+
+    def announce(**ports: int) -> None:
+        announce_ready(**ports)
+        structlog.get_logger().info("router started", compiled=is_compiled())
 
     stopped = asyncio.Event()
     log_loop_errors(asyncio.get_running_loop())
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    await serve(options, stopped, announce=announce_ready)
+    await serve(options, stopped, announce=announce)
 
 
 if __name__ == "__main__":

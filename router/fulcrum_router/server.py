@@ -14,8 +14,6 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from fulcrum_cluster.client import ClusterClient, open_cluster
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.process import bind_socket
@@ -32,7 +30,6 @@ from fulcrum_router.control.metrics import build_registry
 from fulcrum_router.control.metrics_port import make_metrics_app
 from fulcrum_router.control.requests_page import RequestsPage
 from fulcrum_router.control.state_port import make_app
-from fulcrum_router.data_path.build_info import is_compiled
 from fulcrum_router.data_path.downstream import ClientServer
 from fulcrum_router.data_path.tls import TlsFiles, make_tls_context, reload_certificate
 from fulcrum_router.fleet.instances import Instance
@@ -46,8 +43,6 @@ from fulcrum_router.policy.intervals import SWEEP_INTERVAL_S
 from fulcrum_router.router import Router
 from fulcrum_router.settings import DEFAULT_TIER, ServiceSettings, Tier, Timeouts
 from fulcrum_router.tracing.request_trace import RequestTracer
-
-log = structlog.get_logger()
 
 BACKLOG = 4_096
 """Connections that wait to be accepted."""
@@ -190,7 +185,6 @@ async def serve(options: RouterOptions, stopped: asyncio.Event, *, announce: Cal
             canaries = CanaryScheduler(router, rng=random.Random())
             await stack.enter_async_context(_keep_running(router, "canaries", canaries.run))
         announce(**ports)
-        log.info("router started", compiled=is_compiled())
         _limit_garbage_collection()
         if cluster is None or watcher is None or options.lease is None:
             await stopped.wait()
