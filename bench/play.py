@@ -49,7 +49,7 @@ class Case:
 def judge_requests(report: Report) -> Iterable[Verdict]:
     """Check that each request has an outcome, none is wrong, and the machine kept up."""
     requests = report["requests"]
-    ended = sum(requests[ending] for ending in ("ok", "failed", "broken", "wrong"))
+    ended = sum(requests[ending] for ending in ("ok", "refused", "failed", "broken", "wrong"))
     requests_text = f"{requests['failed']} failed, {requests['wrong']} wrong of {requests['offered']}"
     yield requests["failed"] == requests["wrong"] == 0, requests_text
     yield requests["offered"] == ended, f"{requests['offered'] - ended} not accounted for"

@@ -68,7 +68,8 @@ NamespaceOption = Annotated[
 @app.command()
 def play(
     load: Annotated[
-        str | None, typer.Option(help="Shape of the load: moving (default), steady or bursty.")
+        str | None,
+        typer.Option(help="Shape of the load: moving (default), steady, bursty, tiers or tiers-flood."),
     ] = None,
     trace: Annotated[
         Path | None,

@@ -37,6 +37,18 @@ class RequestCounts:
     broken: int = 0
     wrong: int = 0
     in_flight: int = 0
+    refused: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TierRow:
+    """Requests of one tier since the start of the load."""
+
+    name: str
+    offered: int
+    refused: int
+    attainment: float | None
+    attainment_recent: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +81,9 @@ class Frame:
     instances: tuple[InstanceRow, ...]
     selected: int = 0
     counts: RequestCounts = field(default_factory=RequestCounts)
+    has_tiers: bool = False
+    """Whether the service has the tiers of the load `tiers`."""
+    tiers: tuple[TierRow, ...] = ()
     recent: Latencies = field(default_factory=lambda: Latencies(None, None, None, None))
     attainment: float | None = None
     attainment_recent: float | None = None

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fulcrum_autoscaler.policy.decisions import DecisionAction
-from fulcrum_cli.play.frame import DecisionLine, Frame, InstanceRow, RequestCounts
+from fulcrum_cli.play.frame import DecisionLine, Frame, InstanceRow, RequestCounts, TierRow
+from fulcrum_cli.play.loads import TIERS, list_shapes
 from fulcrum_cli.play.recorder import RecordedFlip, Recorder
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.router_state import InstanceState, RouterState
 from fulcrum_core.values import Role
-from fulcrum_simulator.client import LoadResults, OutcomeKind, summarize_latencies
+from fulcrum_simulator.client import LoadOutcome, LoadResults, OutcomeKind, summarize_latencies
 
 RECENT_WINDOW_S = 10.0
 """Seconds over which recent latencies and attainment are computed."""
@@ -79,6 +80,8 @@ def build_frame(
         instances=_instance_rows(observation),
         selected=progress.selected,
         counts=_request_counts(results),
+        has_tiers=TIERS in list_shapes(spec.qos_tiers),
+        tiers=_tier_rows(results, recent),
         recent=summarize_latencies(recent),
         attainment=_share(results.slo_met, len(results.outcomes)),
         attainment_recent=_share(sum(outcome.meets(results.slo) for outcome in recent), len(recent)),
@@ -135,7 +138,17 @@ def _request_counts(results: LoadResults) -> RequestCounts:
         broken=by_kind[OutcomeKind.BROKEN],
         wrong=by_kind[OutcomeKind.WRONG],
         in_flight=results.in_flight,
+        refused=by_kind[OutcomeKind.REFUSED],
     )
+
+
+def _tier_rows(results: LoadResults, recent: Sequence[LoadOutcome]) -> tuple[TierRow, ...]:
+    rows = []
+    for name, counts in sorted(results.tiers.items(), key=lambda item: item[1].offered):
+        met = [outcome.meets(results.slo) for outcome in recent if outcome.tier == name]
+        ended = _share(counts.met, counts.ended)
+        rows.append(TierRow(name, counts.offered, counts.refused, ended, _share(sum(met), len(met))))
+    return tuple(rows)
 
 
 def _share(part: int, whole: int) -> float | None:

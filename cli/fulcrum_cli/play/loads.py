@@ -1,4 +1,4 @@
-"""The three shapes of load of `fulcrum play`, sized for eight instances of the `laptop` profile.
+"""The shapes of load of `fulcrum play`, sized for eight instances of the `laptop` profile.
 
 One such instance prefills about 3,000 tokens a second, and within 50 ms a token it decodes 15 requests of
 335 tokens (300 tokens a second). Lengths are those of the published traces, scaled; rates are chosen here.
@@ -8,9 +8,15 @@ One such instance prefills about 3,000 tokens a second, and within 50 ms a token
 * steady: 4 and 4 instances are right all the time: inter-token latency is half of its objective, and
   prompts rarely wait.
 * bursty: bursts that need nearly all instances for prefill, and pauses.
+* tiers: code and chat of tenants of three tiers, half of what the service can serve (`CAPACITY_RPS`).
+* tiers-flood: the same requests, and one more tenant of the lowest tier sends five times what it can serve.
 """
 
-from collections.abc import Callable
+import heapq
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from types import MappingProxyType
 
 from fulcrum_simulator.workload import (
@@ -21,6 +27,8 @@ from fulcrum_simulator.workload import (
     GeneratedWorkload,
     MixPeriod,
     TrafficMix,
+    WorkloadPhase,
+    WorkloadRequest,
     generate_bursty,
     generate_moving,
     generate_steady,
@@ -44,12 +52,7 @@ def _moving(duration_s: float, seed: int) -> GeneratedWorkload:
 
 
 def _steady(duration_s: float, seed: int) -> GeneratedWorkload:
-    chat = CHAT.scaled(input=0.6, output=0.2)
-    mix = TrafficMix(
-        chat.name,
-        chat.input.at_most(CHAT_PROMPT_TOKENS_MAX),
-        chat.output.at_most(CHAT_PROMPT_TOKENS_MAX // 4),
-    )
+    mix = _shorten(CHAT.scaled(input=0.6, output=0.2))
     return generate_steady(rate_rps=8.0, duration_s=duration_s, seed=seed, mix=mix)
 
 
@@ -59,9 +62,79 @@ def _bursty(duration_s: float, seed: int) -> GeneratedWorkload:
     )
 
 
-LOAD_SHAPES: MappingProxyType[str, Callable[[float, int], GeneratedWorkload]] = MappingProxyType(
-    {"moving": _moving, "steady": _steady, "bursty": _bursty}
+def _shorten(chat: TrafficMix) -> TrafficMix:
+    return TrafficMix(
+        chat.name,
+        chat.input.at_most(CHAT_PROMPT_TOKENS_MAX),
+        chat.output.at_most(CHAT_PROMPT_TOKENS_MAX // 4),
+    )
+
+
+CAPACITY_RPS = 13.0
+"""Half code and half chat of these lengths: simulated, 9 of 10 meet their objectives at this rate."""
+_CODE_AND_CHAT = _shorten(CODE.scaled(input=0.5)), _shorten(CHAT.scaled(input=0.6, output=0.3))
+_TENANTS = (
+    ("premium", "acme", 0.1),
+    ("standard", "globex", 0.15),
+    ("standard", "initech", 0.15),
+    ("free", "hobby", 0.1),
 )
+"""Tier, tenant and share of the capacity that it sends."""
+_FLOOD = ("free", "flood", 5.0)
+
+
+@dataclass(frozen=True)
+class TierLoad(GeneratedWorkload):
+    """Poisson arrivals of several tenants in one phase; what one sends does not depend on the others."""
+
+    senders: tuple[tuple[str, str, float], ...]
+
+    def __iter__(self) -> Iterator[WorkloadRequest]:
+        streams = (
+            self._send(tier, tenant, mix, share * CAPACITY_RPS / len(_CODE_AND_CHAT))
+            for tier, tenant, share in self.senders
+            for mix in _CODE_AND_CHAT
+        )
+        return heapq.merge(*streams, key=attrgetter("arrival_s"))
+
+    def _send(self, tier: str, tenant: str, mix: TrafficMix, rate_rps: float) -> Iterator[WorkloadRequest]:
+        rng = random.Random(f"{self.seed}/{tenant}/{mix.name}")
+        at_s = rng.expovariate(rate_rps)
+        while at_s < self.phases[-1].end_s:
+            yield WorkloadRequest(at_s, mix.input.draw(rng), mix.output.draw(rng), tenant=tenant, tier=tier)
+            at_s += rng.expovariate(rate_rps)
+
+
+def _make_tier_load(
+    name: str, senders: tuple[tuple[str, str, float], ...]
+) -> Callable[[float, int], GeneratedWorkload]:
+    rate_rps = CAPACITY_RPS * sum(share for _tier, _tenant, share in senders)
+
+    def generate(duration_s: float, seed: int) -> GeneratedWorkload:
+        phase = WorkloadPhase(name, 0.0, duration_s, rate_rps, _CODE_AND_CHAT[0])
+        return TierLoad((phase,), seed, senders)
+
+    return generate
+
+
+TIERS, TIERS_FLOOD = "tiers", "tiers-flood"
+LOAD_SHAPES: MappingProxyType[str, Callable[[float, int], GeneratedWorkload]] = MappingProxyType(
+    {
+        "moving": _moving,
+        "steady": _steady,
+        "bursty": _bursty,
+        TIERS: _make_tier_load("three tiers", _TENANTS),
+        TIERS_FLOOD: _make_tier_load("three tiers and a flood", (*_TENANTS, _FLOOD)),
+    }
+)
+TIER_NAMES = frozenset(tier for tier, _tenant, _share in _TENANTS)
+
+
+def list_shapes(qos_tiers: Sequence[str]) -> list[str]:
+    """The shapes that a service with these tiers can get."""
+    return [
+        shape for shape in LOAD_SHAPES if shape not in (TIERS, TIERS_FLOOD) or set(qos_tiers) >= TIER_NAMES
+    ]
 
 
 def make_load(shape: str, *, duration_s: float | None, seed: int) -> GeneratedWorkload:

@@ -8,7 +8,7 @@ from fulcrum_cli.local.local_engine import simulate_unless_named
 from fulcrum_cli.local.preflight import check_manifest
 from fulcrum_cli.manifest_files import find_shipped_manifest, read_manifest
 from fulcrum_cli.option_values import check_port, check_writable, parse_choice, parse_duration_s
-from fulcrum_cli.play.loads import LOAD_SHAPES
+from fulcrum_cli.play.loads import LOAD_SHAPES, TIERS, TIERS_FLOOD, list_shapes
 from fulcrum_core.api.meta import Resource
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.errors import InvalidInput
@@ -80,13 +80,16 @@ def parse_options(**arguments: Unpack[PlayArguments]) -> PlayOptions:
         InvalidInput: for the first option that breaks a rule.
     """
     _check_numbers(arguments)
-    file = arguments["file"] or find_shipped_manifest("replay" if arguments["trace"] else "play")
+    file = arguments["file"] or find_shipped_manifest(_choose_manifest(arguments))
     objects = tuple(simulate_unless_named(obj) for obj in read_manifest(file))
     service = _with_mode(check_manifest(objects), arguments["mode"])
+    load = arguments["load"] or DEFAULT_SHAPE
+    if load not in list_shapes(service.spec.qos_tiers):
+        raise InvalidInput("--load", load, "needs a service with the QoS tiers premium, standard and free")
     return PlayOptions(
         objects=tuple(service if isinstance(obj, PDService) else obj for obj in objects),
         service=service,
-        load=arguments["load"] or DEFAULT_SHAPE,
+        load=load,
         trace_requests=_load_trace(arguments),
         trace_name=arguments["trace"].name if arguments["trace"] else "",
         duration_s=parse_duration_s("--for", arguments["duration"]),
@@ -124,6 +127,12 @@ def _check_numbers(arguments: PlayArguments) -> None:
     ):
         if file is not None:
             check_writable(option, file)
+
+
+def _choose_manifest(arguments: PlayArguments) -> str:
+    if arguments["trace"]:
+        return "replay"
+    return "play-tiers" if arguments["load"] in (TIERS, TIERS_FLOOD) else "play"
 
 
 def _with_mode(service: PDService, mode: str | None) -> PDService:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from fulcrum_cli.assignment.writes import flip_instance, set_cordon
 from fulcrum_cli.option_values import parse_choice
-from fulcrum_cli.play.loads import LOAD_SHAPES
+from fulcrum_cli.play.loads import list_shapes
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.ports import Store
@@ -41,11 +41,12 @@ class PageControls:
     def __init__(self, session: PlaySession, store: Store, service: PDService) -> None:
         self._session, self._store = session, store
         self._service, self._namespace = service.metadata.name, service.metadata.namespace
+        self._shapes = list_shapes(service.spec.qos_tiers)
 
     def read_state(self) -> Mapping[str, Any]:
         """Return the loads to choose from, the current one, and whether this machine is too slow."""
         return {
-            "loads": list(LOAD_SHAPES),
+            "loads": self._shapes,
             "load": self._session.load_name,
             "started": self._session.started,
             "too_slow": self._session.too_slow,
@@ -58,7 +59,7 @@ class PageControls:
             FulcrumError: if the action is unknown or refused.
         """
         match action:
-            case {"action": "load", "load": str(shape)} if shape in LOAD_SHAPES:
+            case {"action": "load", "load": str(shape)} if shape in self._shapes:
                 self._session.change_load(shape)
                 return f"load changed to {shape}"
             case {"action": "flip", "instance": str(instance), "to": str(to)}:

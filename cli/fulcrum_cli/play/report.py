@@ -1,5 +1,6 @@
 """The figures of a run, as JSON for programs and as a summary for people. Pure."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -8,7 +9,7 @@ from fulcrum_cli.play.recorder import RecordedFlip, Recorder
 from fulcrum_cli.terminal.output import format_seconds
 from fulcrum_core.formatting import format_count
 from fulcrum_core.values import Role
-from fulcrum_simulator.client import LoadReport
+from fulcrum_simulator.client import LoadReport, TierCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,7 @@ class RunFigures:
             "requests": {
                 "offered": requests.offered,
                 "ok": requests.ok,
+                "refused": requests.refused,
                 "failed": requests.failed,
                 "broken": requests.broken,
                 "wrong": requests.wrong,
@@ -60,6 +62,8 @@ class RunFigures:
                 "reasons": requests.reasons,
             },
             "attainment": _round(requests.attainment),
+            "tiers": {name: _tier_as_json(counts) for name, counts in requests.tiers.items()},
+            "tiers_by_first_refusal": _list_by_first_refusal(requests.tiers),
             "latencies": {name: _round(value) for name, value in asdict(requests.latencies).items()},
             "sent_late_p99_ms": _round(_to_ms(requests.sent_late_p99_s)),
             "flips": [_flip_as_json(flip, since_s=self.started_at_s) for flip in self.recorder.flips],
@@ -81,20 +85,22 @@ class RunFigures:
             f"{self.load}, mode {self.mode}, {format_count(self.instances, 'instance')} ({self.engine}), "
             f"{self.duration_s:.0f} s, seed {self.seed}",
             f"requests    {requests.offered} offered = {requests.ok} ok + {requests.failed} failed "
-            f"+ {requests.broken} broken + {requests.wrong} wrong{self._format_in_flight()}",
+            f"+ {requests.broken} broken + {requests.wrong} wrong{self._format_rest()}",
             f"attainment  {_format_percent(requests.attainment)} of the requests offered met TTFT and TPOT",
             f"TTFT        {_format_seconds(latencies.ttft_p50_s)} p50, "
             f"{_format_seconds(latencies.ttft_p99_s)} p99",
             f"TPOT        {_format_seconds(latencies.tpot_p50_s)} p50, "
             f"{_format_seconds(latencies.tpot_p99_s)} p99",
+            *(_format_tier(name, counts) for name, counts in requests.tiers.items()),
             f"flips       {to_prefill} to Prefill, {to_decode} to Decode{self._format_acknowledgement()}",
             *(f"note        {note}" for note in self._list_notes()),
         ]
         return "\n".join(lines)
 
-    def _format_in_flight(self) -> str:
-        """Describe the requests that were still in flight when the user quit."""
-        return f" + {self.requests.in_flight} in flight" if self.requests.in_flight else ""
+    def _format_rest(self) -> str:
+        """Describe the refused requests, and those that were still in flight when the user quit."""
+        refused = f" + {self.requests.refused} refused" if self.requests.refused else ""
+        return refused + (f" + {self.requests.in_flight} in flight" if self.requests.in_flight else "")
 
     def _format_acknowledgement(self) -> str:
         p99_ms = self.recorder.ack_p99_ms()
@@ -113,6 +119,28 @@ class RunFigures:
                 "MACHINE TOO SLOW: the latencies are caused by this machine, not by the engine model"
             )
         return notes
+
+
+def _tier_as_json(counts: TierCounts) -> dict[str, Any]:
+    return {
+        "offered": counts.offered,
+        "ok": counts.ok,
+        "refused": counts.refused,
+        "attainment": _round(counts.attainment),
+        "tokens_within_slo": counts.met_tokens,
+    }
+
+
+def _list_by_first_refusal(tiers: Mapping[str, TierCounts]) -> list[str]:
+    refused_s = {name: counts.first_refused_s for name, counts in tiers.items()}
+    return [name for _, name in sorted((at_s, name) for name, at_s in refused_s.items() if at_s is not None)]
+
+
+def _format_tier(name: str, counts: TierCounts) -> str:
+    return (
+        f"{name:11} {counts.offered} offered, {counts.ok} ok, {counts.refused} refused, "
+        f"attainment {_format_percent(counts.attainment)}"
+    )
 
 
 def _flip_as_json(flip: RecordedFlip, *, since_s: float) -> dict[str, Any]:

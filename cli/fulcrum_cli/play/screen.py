@@ -33,6 +33,8 @@ class Key(StrEnum):
     MOVING = "moving"
     STEADY = "steady"
     BURSTY = "bursty"
+    TIERS = "tiers"
+    FLOOD = "flood"
     UP = "up"
     DOWN = "down"
     FLIP = "flip"
@@ -42,6 +44,7 @@ class Key(StrEnum):
 
 _KEY_STROKES = {
     "1": Key.MOVING, "m": Key.MOVING, "2": Key.STEADY, "s": Key.STEADY, "3": Key.BURSTY, "b": Key.BURSTY,
+    "4": Key.TIERS, "t": Key.TIERS, "x": Key.FLOOD,
     "\x1b[A": Key.UP, "\x1bOA": Key.UP, "\x1b[B": Key.DOWN, "\x1bOB": Key.DOWN,
     "f": Key.FLIP, "k": Key.KILL, "q": Key.QUIT, "\x03": Key.QUIT,
 }  # fmt: skip

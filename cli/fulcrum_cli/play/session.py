@@ -14,7 +14,7 @@ from typing import Any
 from fulcrum_cli.assignment.writes import flip_instance
 from fulcrum_cli.play.frame import Frame
 from fulcrum_cli.play.frame_builder import RunProgress, ServiceObservation, build_frame
-from fulcrum_cli.play.loads import make_load
+from fulcrum_cli.play.loads import TIERS, TIERS_FLOOD, list_shapes, make_load
 from fulcrum_cli.play.observer import Observer
 from fulcrum_cli.play.options import PlayOptions
 from fulcrum_cli.play.report import RunFigures
@@ -108,8 +108,10 @@ class Session:
     def handle_key(self, key: Key) -> None:
         """Execute the command of a key."""
         names = list(self._observer.instances)
-        if key in (Key.MOVING, Key.STEADY, Key.BURSTY):
+        if key in (Key.MOVING, Key.STEADY, Key.BURSTY, Key.TIERS):
             self._change_load_by_key(key.value)
+        elif key is Key.FLOOD:  # on, and off again
+            self._change_load_by_key(TIERS if self._shape == TIERS_FLOOD else TIERS_FLOOD)
         elif key is Key.QUIT:
             self.quit()
         elif names:
@@ -119,12 +121,14 @@ class Session:
         """Replace the load by one of another shape.
 
         Raises:
-            InvalidInput: if the load has not begun, or is a trace.
+            InvalidInput: if the load has not begun, is a trace, or needs tiers that the service lacks.
         """
         if not self.started:
             raise InvalidInput("load", shape, "cannot begin before the engines have started")
         if self._options.trace_requests is not None:
             raise InvalidInput("load", shape, "cannot replace a trace")
+        if shape not in list_shapes(self._options.service.spec.qos_tiers):
+            raise InvalidInput("load", shape, "needs QoS tiers: `fulcrum play --load tiers` has them")
         if self._sending_task:
             self._sending_task.cancel()
         self._start_load(shape)

@@ -41,12 +41,13 @@ def draw(frame: Frame, *, width: int, height: int) -> Group:
     The newest decisions fill the lines that remain. The bottom line always shows the keys.
     """
     lines = [_title_line(frame, width), *_workload_lines(frame, width)]
-    for part in (_instance_lines(frame, width), _objective_lines(frame, width), _status_lines(frame, width)):
+    objectives = [*_objective_lines(frame, width), *_tier_lines(frame)]
+    for part in (_instance_lines(frame, width), objectives, _status_lines(frame, width)):
         lines += [*_blank_lines(height >= 30), *part]
     lines += _blank_lines(height >= 26)
     lines += _decision_section(frame.decisions, max(0, height - len(lines) - 2), width)
     lines += [Text("")] * (height - len(lines) - 1)
-    return Group(*(_truncate(line, width) for line in [*lines[: height - 1], _key_line(width)]))
+    return Group(*(_truncate(line, width) for line in [*lines[: height - 1], _key_line(frame, width)]))
 
 
 def _truncate(line: Text, width: int) -> Text:
@@ -105,8 +106,21 @@ def _workload_lines(frame: Frame, width: int) -> list[Text]:
         ("  ok ", DIM), (f"{counts.ok:,}", GOOD if counts.ok else DIM),
         ("  failed/broken/wrong ", DIM),
         (f"{counts.failed}/{counts.broken}/{counts.wrong}", BAD if bad else DIM),
+        *((("  refused ", DIM), f"{counts.refused:,}") if counts.refused else ()),
     )  # fmt: skip
     return _join_parts((load, counted), width)
+
+
+def _tier_lines(frame: Frame) -> list[Text]:
+    width = max((len(row.name) for row in frame.tiers), default=0)
+    return [
+        Text.assemble(
+            (f" {row.name:{width}}", TITLE), ("  attained ", DIM),
+            *_share_parts("last 10 s", row.attainment_recent), "  ", *_share_parts("run", row.attainment),
+            ("  offered ", DIM), f"{row.offered:,}", ("  refused ", DIM), f"{row.refused:,}",
+        )
+        for row in frame.tiers
+    ]  # fmt: skip
 
 
 def _instance_lines(frame: Frame, width: int) -> list[Text]:
@@ -307,11 +321,10 @@ def _decision_lines(decision: DecisionLine, width: int) -> list[Text]:
     return [header, *(Text(" " * _INDENT + line, DIM) for line in more)]
 
 
-def _key_line(width: int) -> Text:
+def _key_line(frame: Frame, width: int) -> Text:
+    loads = [("1", "moving"), ("2", "steady"), ("3", "bursty")]
     keys = [
-        ("1", "moving"),
-        ("2", "steady"),
-        ("3", "bursty"),
+        *([("4", "tiers"), ("x", "flood")] if frame.has_tiers else loads),
         ("↑↓", "select"),
         ("f", "flip"),
         ("k", "kill"),

@@ -9,6 +9,7 @@ from fulcrum_simulator.client.outcomes import (
     LoadReport,
     LoadResults,
     OutcomeKind,
+    TierCounts,
     summarize_latencies,
 )
 
@@ -20,5 +21,6 @@ __all__ = [
     "LoadResults",
     "LoadTarget",
     "OutcomeKind",
+    "TierCounts",
     "summarize_latencies",
 ]

@@ -37,7 +37,7 @@ class HttpConnection(asyncio.Protocol):
         request = exchange.request
         head = (
             f"POST {request.path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(request.body)}\r\n\r\n"
+            f"{request.head_lines}content-length: {len(request.body)}\r\n\r\n"
         )
         self._exchange = exchange
         self._parser = httptools.HttpResponseParser(self)

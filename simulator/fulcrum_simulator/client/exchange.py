@@ -16,6 +16,7 @@ from fulcrum_simulator.text import BYTES_PER_TOKEN, output_text
 _EVENT_END = b"\n\n"
 _DATA = b"data: "
 _DONE = b"[DONE]"
+_REFUSED_STATUS = 429
 
 
 class HttpExchange:
@@ -89,6 +90,9 @@ class HttpExchange:
 
     def on_complete(self, now_s: float) -> None:
         """End the exchange: HTTP signalled the end of the response."""
+        if self._status == _REFUSED_STATUS:
+            self._end(OutcomeKind.REFUSED, "", now_s)
+            return
         if self._status != 200:
             self._end(OutcomeKind.FAILED, f"status {self._status}", now_s)
             return
@@ -141,6 +145,8 @@ class HttpExchange:
                 sent_late_s=self._sent_s - self._intended_s,
                 end_s=now_s,
                 output_tokens=tokens,
+                input_tokens=self.request.input_tokens,
+                tier=self.request.tier,
                 ttft_s=None if first_token_s is None else first_token_s - self._intended_s,
                 tpot_s=None
                 if first_token_s is None or tokens < 2

@@ -95,7 +95,7 @@ class LoadGenerator:
             await asyncio.sleep(0)
 
     def _send_one(self, request: WorkloadRequest, intended_s: float) -> None:
-        index = self.results.record_offered()
+        index = self.results.record_offered(request.tier)
         target = self._target
         prepared = prepare_request(
             request,

@@ -1,7 +1,8 @@
 """The outcome of each request, and the figures over all requests of a run.
 
-Every offered request has exactly one outcome: ok, failed (no byte of a response arrived), broken (the
-response started and did not finish) or wrong (it finished with another text or token count than expected).
+Every offered request has exactly one outcome: ok, refused (429: admission or a rate limit), failed (no byte
+of a response arrived), broken (the response started and did not finish) or wrong (it finished with another
+text or token count than expected).
 The router judges by the same rules (docs/decisions/0016). Clients that leave and whole responses do not occur
 here: the generator waits for each response, and streams them all.
 """
@@ -20,6 +21,7 @@ class OutcomeKind(StrEnum):
     """The kinds of outcome."""
 
     OK = "ok"
+    REFUSED = "refused"
     FAILED = "failed"
     BROKEN = "broken"
     WRONG = "wrong"
@@ -30,14 +32,16 @@ class LoadOutcome:
     """The outcome of one request. Latencies count from its intended sending time.
 
     `tpot_s` = (last − first token time) / (tokens − 1); None with a single token. `error_reported`: a broken
-    stream ended with an error event. `reason` is empty if the request is ok.
+    stream ended with an error event. `reason` is empty if the request is ok or refused.
     """
 
     index: int
     kind: OutcomeKind
     sent_late_s: float
     end_s: float
+    input_tokens: int = 0
     output_tokens: int = 0
+    tier: str = ""
     ttft_s: float | None = None
     tpot_s: float | None = None
     error_reported: bool = False
@@ -62,14 +66,46 @@ class Latencies:
     tpot_mean_s: float | None = None
 
 
+@dataclass(slots=True)
+class TierCounts:
+    """Requests of one tier so far. A refused request is a miss, as any other that is not `met`."""
+
+    offered: int = 0
+    ended: int = 0
+    ok: int = 0
+    refused: int = 0
+    met: int = 0
+    met_tokens: int = 0
+    """Prompt and output tokens of the requests that met both objectives."""
+    first_refused_s: float | None = None
+    """When the first one was refused, on the clock of the outcomes."""
+
+    @property
+    def attainment(self) -> float | None:
+        """Share of the offered requests that met both objectives; None without requests."""
+        return self.met / self.offered if self.offered else None
+
+    def record(self, outcome: LoadOutcome, slo: Slo) -> None:
+        """Count an outcome."""
+        self.ended += 1
+        self.ok += outcome.kind is OutcomeKind.OK
+        if outcome.kind is OutcomeKind.REFUSED:
+            self.refused += 1
+            self.first_refused_s = outcome.end_s if self.first_refused_s is None else self.first_refused_s
+        if outcome.meets(slo):
+            self.met += 1
+            self.met_tokens += outcome.input_tokens + outcome.output_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """The figures of a run. offered = ok + failed + broken + wrong + in_flight; in_flight is 0 once the run
-    has ended.
+    """The figures of a run. offered = ok + refused + failed + broken + wrong + in_flight; in_flight is 0 once
+    the run has ended.
     """
 
     offered: int
     ok: int
+    refused: int
     failed: int
     broken: int
     wrong: int
@@ -81,6 +117,8 @@ class LoadReport:
     latencies: Latencies
     sent_late_p99_s: float | None
     reasons: dict[str, int]
+    tiers: dict[str, TierCounts]
+    """By tier, in the order of their first requests; empty if the load names none."""
 
 
 @dataclass(slots=True)
@@ -97,10 +135,14 @@ class LoadResults:
     slo_met: int = 0
     output_tokens: int = 0
     outcomes: list[LoadOutcome] = field(default_factory=list)
+    tiers: dict[str, TierCounts] = field(default_factory=dict)
+    """Requests that name a tier, by its name."""
 
-    def record_offered(self) -> int:
+    def record_offered(self, tier: str = "") -> int:
         """Count one offered request; returns its index."""
         self.offered += 1
+        if tier:
+            self.tiers.setdefault(tier, TierCounts()).offered += 1
         return self.offered - 1
 
     def record_outcome(self, outcome: LoadOutcome) -> None:
@@ -109,6 +151,8 @@ class LoadResults:
         self.by_kind[outcome.kind] += 1
         self.output_tokens += outcome.output_tokens
         self.slo_met += outcome.meets(self.slo)
+        if outcome.tier:
+            self.tiers[outcome.tier].record(outcome, self.slo)
 
     @property
     def in_flight(self) -> int:
@@ -130,6 +174,7 @@ class LoadResults:
         return LoadReport(
             offered=self.offered,
             ok=self.by_kind[OutcomeKind.OK],
+            refused=self.by_kind[OutcomeKind.REFUSED],
             failed=self.by_kind[OutcomeKind.FAILED],
             broken=self.by_kind[OutcomeKind.BROKEN],
             wrong=self.by_kind[OutcomeKind.WRONG],
@@ -141,6 +186,7 @@ class LoadResults:
             latencies=summarize_latencies(self.outcomes),
             sent_late_p99_s=percentile([o.sent_late_s for o in self.outcomes], 99),
             reasons=dict(sorted(Counter(o.reason for o in self.outcomes if o.reason).items())),
+            tiers=self.tiers,
         )
 
 

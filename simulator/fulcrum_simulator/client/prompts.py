@@ -24,6 +24,9 @@ class PreparedRequest:
     digest: bytes
     input_tokens: int
     output_tokens: int
+    tier: str = ""
+    head_lines: str = ""
+    """Header lines that say who asks, each with its line end."""
 
 
 def prepare_request(
@@ -31,7 +34,8 @@ def prepare_request(
 ) -> PreparedRequest:
     """Write the `index`-th request of the run with this seed: 4 bytes of prompt for each input token.
 
-    A prompt shorter than the chat template itself is sent as a plain completion.
+    A prompt shorter than the chat template itself is sent as a plain completion. A request of a tier names
+    its tier and tenant in headers.
     """
     chat = chat and request.input_tokens >= CHAT_TOKENS_MIN
     size = request.input_tokens * BYTES_PER_TOKEN - (_CHAT_FRAME_BYTES if chat else 0)
@@ -47,7 +51,16 @@ def prepare_request(
         digest=prompt_digest(prompt),
         input_tokens=request.input_tokens,
         output_tokens=request.output_tokens,
+        tier=request.tier,
+        head_lines=_write_caller_lines(request),
     )
+
+
+def _write_caller_lines(request: WorkloadRequest) -> str:
+    if not request.tier:
+        return ""
+    tenant = f"x-tenant-id: {request.tenant}\r\n" if request.tenant else ""
+    return f"x-customer-tier: {request.tier}\r\n{tenant}"
 
 
 def _unique_text(seed: int, index: int, size: int) -> str:

@@ -59,7 +59,9 @@ def child_command_lines(environment: dict[str, str]) -> list[str]:
 
 
 def every_request_is_accounted_for(requests: dict[str, Any]) -> bool:
-    return bool(requests["offered"] == sum(requests[key] for key in ("ok", "failed", "broken", "wrong")))
+    return bool(
+        requests["offered"] == sum(requests[key] for key in ("ok", "refused", "failed", "broken", "wrong"))
+    )
 
 
 def test_a_short_run_serves_every_request_and_leaves_no_process_or_file(
@@ -77,6 +79,15 @@ def test_a_short_run_serves_every_request_and_leaves_no_process_or_file(
     assert [len(last["tiles"]), last["attained"] is not None] == [8, True]
     assert child_command_lines(environment) == []
     assert list(Path(environment["XDG_RUNTIME_DIR"]).glob("fulcrum-*/*")) == []
+
+
+def test_a_flood_of_the_lowest_tier_is_refused_and_no_other_request(environment: dict[str, str]) -> None:
+    report = figures(environment, "--for", "6s", "--load", "tiers-flood")
+    requests, tiers = report["requests"], report["tiers"]
+    assert every_request_is_accounted_for(requests)
+    assert (requests["failed"], requests["broken"], requests["wrong"]) == (0, 0, 0)
+    assert [tiers[name]["offered"] == tiers[name]["ok"] for name in ("premium", "standard")] == [True, True]
+    assert report["tiers_by_first_refusal"] == ["free"]
 
 
 def test_mode_off_never_flips(environment: dict[str, str]) -> None:

@@ -95,7 +95,7 @@ def test_wheel_contains_the_files_that_the_code_reads(tmp_path: Path) -> None:
     profiles = (ROOT / "core/fulcrum_core/data/profiles").glob("*.yaml")
     assert contained == {
         *(f"fulcrum_core/data/profiles/{profile.name}" for profile in profiles),
-        *(f"fulcrum_cli/examples/{name}.yaml" for name in ("play", "replay", "vllm-cpu")),
+        *(f"fulcrum_cli/examples/{name}.yaml" for name in ("play", "play-tiers", "replay", "vllm-cpu")),
     }
 
 

@@ -72,7 +72,7 @@ class ScriptedResponse:
 
 def test_a_correct_response_is_ok_with_latencies_from_the_intended_time() -> None:
     assert ScriptedResponse([token(0), token(1), token(2), usage() + DONE]).outcomes() == [
-        LoadOutcome(4, OutcomeKind.OK, 0.5, 104.0, output_tokens=3, ttft_s=1.0, tpot_s=1.0)
+        LoadOutcome(4, OutcomeKind.OK, 0.5, 104.0, INPUT, output_tokens=3, ttft_s=1.0, tpot_s=1.0)
     ]
 
 
@@ -81,7 +81,7 @@ def test_tpot_counts_tokens_and_not_events() -> None:
     digest = make_request().digest
     both = event({"choices": [{"index": 0, "text": output_token(digest, 1) + output_token(digest, 2)}]})
     assert ScriptedResponse([token(0), both, usage() + DONE]).outcomes() == [
-        LoadOutcome(4, OutcomeKind.OK, 0.5, 103.0, output_tokens=3, ttft_s=1.0, tpot_s=0.5)
+        LoadOutcome(4, OutcomeKind.OK, 0.5, 103.0, INPUT, output_tokens=3, ttft_s=1.0, tpot_s=0.5)
     ]
 
 
@@ -91,7 +91,7 @@ def test_a_single_token_has_no_tpot() -> None:
     exchange.on_status(200)
     exchange.on_body(token(0) + DONE, 2.0)
     exchange.on_complete(2.0)
-    assert ends == [LoadOutcome(0, OutcomeKind.OK, 0.0, 2.0, output_tokens=1, ttft_s=2.0, tpot_s=None)]
+    assert ends == [LoadOutcome(0, OutcomeKind.OK, 0.0, 2.0, INPUT, output_tokens=1, ttft_s=2.0, tpot_s=None)]
 
 
 RESPONSE = token(0) + token(1) + token(2) + usage() + DONE
@@ -108,6 +108,9 @@ def test_a_response_may_arrive_in_pieces_of_any_size(size: int) -> None:
     [
         pytest.param(
             ScriptedResponse([b"busy"], status=503), OutcomeKind.FAILED, "status 503", False, id="a refusal"
+        ),
+        pytest.param(
+            ScriptedResponse([b"later"], status=429), OutcomeKind.REFUSED, "", False, id="admission refuses"
         ),
         pytest.param(
             ScriptedResponse([], complete=False),

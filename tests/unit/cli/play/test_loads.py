@@ -2,7 +2,7 @@
 
 import pytest
 
-from fulcrum_cli.play.loads import LOAD_SHAPES, make_load
+from fulcrum_cli.play.loads import CAPACITY_RPS, LOAD_SHAPES, TIERS, TIERS_FLOOD, list_shapes, make_load
 from fulcrum_core.profiles import load_profile
 from fulcrum_simulator.workload import WorkloadPhase
 
@@ -33,3 +33,17 @@ def test_every_load_shape_fits_the_laptop_profile(shape: str) -> None:
     assert requests
     assert max(r.input_tokens + r.output_tokens for r in requests) <= LAPTOP.kv_capacity_tokens
     assert list(make_load(shape, duration_s=300.0, seed=3)) == requests
+
+
+def test_a_flood_adds_five_times_the_capacity_and_changes_no_request_of_the_others() -> None:
+    calm, flooded = (list(make_load(shape, duration_s=100.0, seed=2)) for shape in (TIERS, TIERS_FLOOD))
+    assert [request for request in flooded if request.tenant != "flood"] == calm
+    assert len(flooded) - len(calm) == pytest.approx(5 * 100 * CAPACITY_RPS, rel=0.1)
+    assert {request.tier for request in flooded if request.tenant == "flood"} == {"free"}
+    assert sum(request.tier == "premium" for request in calm) == pytest.approx(10 * CAPACITY_RPS, rel=0.3)
+    assert [request.arrival_s for request in flooded] == sorted(request.arrival_s for request in flooded)
+
+
+def test_a_service_without_the_tiers_gets_no_load_that_names_them() -> None:
+    assert list_shapes(["premium", "standard", "free"]) == list(LOAD_SHAPES)
+    assert list_shapes(["premium"]) == ["moving", "steady", "bursty"]

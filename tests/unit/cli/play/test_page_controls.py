@@ -69,7 +69,7 @@ async def test_a_flip_and_a_drain_are_written_to_the_assignment(
 @pytest.mark.parametrize(
     "action",
     [
-        {}, {"action": "format"}, {"action": "load", "load": "none"},
+        {}, {"action": "format"}, {"action": "load", "load": "none"}, {"action": "load", "load": "tiers"},
         {"action": "flip", "instance": "chat-1"},
         {"action": "kill", "instance": 7}, {"action": "kill", "instance": "chat-9"},
         {"action": "flip", "instance": "chat-1", "to": "Both"},

@@ -1,5 +1,6 @@
 """The report of a run as JSON and as a summary."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,26 @@ def test_the_summary_accounts_for_every_request() -> None:
     assert "4 offered = 2 ok + 1 failed + 1 broken + 0 wrong" in text
     assert "2 × status 503" in text
     assert "0 to Prefill, 1 to Decode, acknowledged by the router in 4.5 ms (p99)" in text
+
+
+def test_the_report_has_the_figures_of_each_tier() -> None:
+    results = LoadResults(Slo(ttft_s=1.0, tpot_s=0.1))
+    for tier, kind, end_s in (
+        ("free", OutcomeKind.REFUSED, 3.0),
+        ("premium", OutcomeKind.OK, 4.0),
+        ("premium", OutcomeKind.REFUSED, 5.0),
+    ):
+        index = results.record_offered(tier)
+        ttft_s = 0.5 if kind is OutcomeKind.OK else None
+        results.record_outcome(LoadOutcome(index, kind, 0.0, end_s, 90, 10, tier, ttft_s))
+    made = replace(figures(), requests=results.report())
+    assert made.as_json()["tiers"] == {
+        "free": {"offered": 1, "ok": 0, "refused": 1, "attainment": 0.0, "tokens_within_slo": 0},
+        "premium": {"offered": 2, "ok": 1, "refused": 1, "attainment": 0.5, "tokens_within_slo": 100},
+    }
+    assert made.as_json()["tiers_by_first_refusal"] == ["free", "premium"]
+    assert "premium     2 offered, 1 ok, 1 refused, attainment 50.0%" in made.as_text()
+    assert "3 offered = 1 ok + 0 failed + 0 broken + 0 wrong + 2 refused" in made.as_text()
 
 
 def test_a_machine_that_is_too_slow_is_reported_in_json_and_text() -> None:

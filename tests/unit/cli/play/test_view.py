@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from fulcrum_cli.play.frame import DecisionLine, Frame, InstanceRow, RequestCounts
+from fulcrum_cli.play.frame import DecisionLine, Frame, InstanceRow, RequestCounts, TierRow
 from fulcrum_cli.play.recorder import HistoryCell
 from fulcrum_cli.play.screen import Key, read_keys, save_svg
 from fulcrum_cli.play.view import draw
@@ -95,6 +95,17 @@ def test_latencies_splits_flips_and_attainment_are_on_screen(width: int, height:
     assert [part for part in expected if part not in text] == []
 
 
+def test_each_tier_has_a_line_and_the_flood_has_a_key() -> None:
+    tiers = (TierRow("premium", 90, 0, 0.989, 1.0), TierRow("free", 4_321, 3_000, 0.304, None))
+    shown = lines(frame(tiers=tiers, has_tiers=True, counts=RequestCounts(refused=3_000)), 80, 24)
+    assert [" ".join(line.split()) for line in shown if line.startswith((" premium", " free"))] == [
+        "premium attained last 10 s 100.0% run 98.9% offered 90 refused 0",
+        "free attained last 10 s – run 30.4% offered 4,321 refused 3,000",
+    ]
+    assert "x  flood" in shown[-1]
+    assert "quit" in shown[-1]
+
+
 def test_roles_are_readable_without_colours() -> None:
     shown = lines(frame(), 120, 40)
     assert next(line for line in shown if "play-1" in line).split()[1] == "P"
@@ -145,7 +156,8 @@ def test_a_saved_svg_refers_to_no_external_font(tmp_path: object) -> None:
         ("1", [Key.MOVING]),
         ("msb", [Key.MOVING, Key.STEADY, Key.BURSTY]),
         ("\x1b[A\x1b[B", [Key.UP, Key.DOWN]),
-        ("zfxkq", [Key.FLIP, Key.KILL, Key.QUIT]),
+        ("4tx", [Key.TIERS, Key.TIERS, Key.FLOOD]),
+        ("zfykq", [Key.FLIP, Key.KILL, Key.QUIT]),
         ("", []),
     ],
 )
