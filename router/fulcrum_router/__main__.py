@@ -1,4 +1,8 @@
-"""`python -m fulcrum_router`: the router of one service, until SIGTERM."""
+"""`python -m fulcrum_router`: the router of one service, until SIGTERM.
+
+It checks the options, starts logging and says whether the data path is compiled; `server.serve` does the
+rest.
+"""
 
 import asyncio
 import signal

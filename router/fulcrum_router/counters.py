@@ -1,6 +1,8 @@
 """Counters of the data path, and the enums that label them: plain integers, cheap enough for every request.
 
 `control.metrics` builds Prometheus families from them when `/metrics` is scraped.
+
+The data path counts here; nothing is decided from the counts.
 """
 
 from collections import defaultdict

@@ -1,4 +1,7 @@
-"""Command line of the router: parse and check its options."""
+"""Command line of the router: parse and check its options, for `__main__`.
+
+It opens no port. What a service decides about its routers is in its PDService instead: see `settings`.
+"""
 
 import argparse
 import ipaddress

@@ -1,4 +1,7 @@
-"""Start and stop a router: open its ports and run its background tasks."""
+"""Start and stop a router: open its ports and run its background tasks.
+
+`__main__` calls `serve`. What a request goes through is in `data_path`; what the parts share is in `router`.
+"""
 
 import asyncio
 import contextlib

@@ -1,6 +1,8 @@
 """Settings of one service for the data path, resolved from its PDService and QoSTiers.
 
 The data path reads them at every request, so they are plain frozen dataclasses and not models of the API.
+
+`observe.objects` resolves them again when an object has changed.
 """
 
 import math

@@ -1,8 +1,9 @@
 """API keys of clients: SHA-256 digests by tenant, read from the files of a mounted Secret and read again.
 
-A file is named after its tenant. Each of its lines is the SHA-256 of one key in hexadecimal digits and, after
-a space, optionally the key's name. Empty lines and lines that begin with `#` are comments. The keys
-themselves are nowhere: who reads the Secret cannot send requests.
+`callers` looks up the key of each request, `server` has the files read again. A file is named after its
+tenant. Each of its lines is the SHA-256 of one key in hexadecimal digits and, after a space, optionally the
+key's name. Empty lines and lines that begin with `#` are comments. The keys themselves are stored nowhere:
+somebody who reads the Secret cannot send requests with it.
 """
 
 import asyncio

@@ -8,6 +8,9 @@
 | others: refused if keys are needed  | none          | the default tier                              |
 
 Headers of others are dropped, counted, and the response says so.
+
+`downstream` asks once for each request, before anything else is decided. What tier and tenant may do is
+decided later, in `policy.tiers`.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,9 @@
 """Authenticate the callers of the state port: by a shared token (local run) or as ServiceAccounts (cluster).
 
 In a cluster, callers send a ServiceAccount token that the kubelet renews. It is verified here with public
-keys of the API server that are read in advance, every `KEY_MAX_AGE_S`, and when a token names an unknown
-key. So the state can be read while the API server is unreachable, and no secret is shared or stored.
+keys of the API server that are read in advance, every `KEY_MAX_AGE_S`, and when a token names an unknown key.
+So the state can be read while the API server is unreachable, and no secret is shared or stored. `state_port`
+asks for every request; clients of the service are identified in `access`.
 """
 
 import asyncio

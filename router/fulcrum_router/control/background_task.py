@@ -1,7 +1,8 @@
 """Background tasks of a router: work that is not part of a request, and that has to continue after a failure.
 
-A failed task is logged, counted and started again. Otherwise the router would continue to serve requests, but
-without time-outs, probes of its engines or changes of its objects.
+`server` runs probes, watches, canaries, failover and the checks of time-outs with it. A failed task is
+logged, counted and started again. Otherwise the router would continue to serve requests, but without
+time-outs, probes of its engines or changes of its objects. A request is never run this way.
 """
 
 import asyncio

@@ -3,7 +3,8 @@
 The active router writes its address into the service's EndpointSlice; nothing else directs traffic. The slice
 also holds what the router has learned of the engines' speed, which its successor starts from. The active
 router stays active while the API server is unreachable, since no other router could replace it then. Two
-active routers for a moment do no harm: both serve requests.
+active routers for a moment do no harm: both serve requests. `server` runs it where a router has a Lease; a
+local run has one router and no election.
 """
 
 import asyncio

@@ -2,7 +2,8 @@
 
 Each connection takes an open file of the router. Connections above the limit close the oldest ones. So
 whoever holds connections open keeps neither the kubelet's liveness check nor a scraper from a port that needs
-no token. TLS handshakes are limited as on the clients' port.
+no token. TLS handshakes are limited as on the clients' port. `server` opens both ports with it; the clients'
+port is `data_path.downstream`'s.
 """
 
 import asyncio

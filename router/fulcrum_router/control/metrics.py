@@ -1,6 +1,6 @@
 """Prometheus families of the router, built at each rendering from counters, fleet and pairs.
 
-Per-instance series exist for the current instances only, so those of a removed instance disappear.
+Nothing is counted here. Per-instance series exist for the current instances only. `metrics_port` renders.
 """
 
 import math

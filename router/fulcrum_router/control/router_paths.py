@@ -1,6 +1,8 @@
 """Paths of the clients' port that the router answers without an engine: models, health, readiness.
 
 `/health` has always status 200; `/ready` has 503 unless an instance serves and the router is not stopping.
+
+`downstream` calls it; every other path goes to an engine or is refused there.
 """
 
 import orjson

@@ -1,4 +1,7 @@
-"""Whether this process runs the modules of the data path compiled to machine code, or as Python."""
+"""Whether this process runs the modules of the data path compiled to machine code, or as Python.
+
+`__main__` logs it at the start.
+"""
 
 from fulcrum_router.data_path import exchange
 

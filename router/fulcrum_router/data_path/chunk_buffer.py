@@ -1,6 +1,7 @@
 """Assemble the chunks of a stream, so that an error event can follow any byte that was forwarded.
 
-A chunk that is too large to hold back is passed on in pieces; until its end no event can be inserted.
+`decode_response` puts in what it reads and forwards what it takes out. A chunk that is too large to hold back
+is passed on in pieces; until its end no event can be inserted.
 """
 
 MAX_BUFFERED_CHUNK_BYTES = 65_536

@@ -3,6 +3,7 @@
 `DecodeResponse` forwards the bytes. This module sends the request, adds the leg's KV transfer to the incoming
 transfers of the instance, verifies the transfer when the response is complete, and reports the end of the leg
 to the journey. If the engine may still fetch the KV too late, it rotates the cache salt of the instance.
+`exchange` runs a leg for each attempt, and the journey decides about the next one.
 """
 
 import asyncio

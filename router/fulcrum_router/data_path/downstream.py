@@ -6,6 +6,9 @@ every error before that.
 
 Bytes that arrive meanwhile are kept unread, up to a limit: reading from the socket has to go on for a
 disconnect to be noticed.
+
+`server` opens the clients' port with `ClientServer`. Bytes are parsed in `http1.requests`, callers are
+identified in `access`.
 """
 
 import asyncio

@@ -2,6 +2,8 @@
 
 Engines are sent HTTP/1.1 requests for them, too, so that the same rules hold for their streams. The end of a
 response without a length is the end of the connection.
+
+`downstream` puts it between such a client and the exchange, which sends the same bytes to every client.
 """
 
 from fulcrum_router.data_path.request import Downstream

@@ -1,4 +1,8 @@
-"""Steps of a journey that are the same for each API: its waits, and the error if no instance can serve it."""
+"""Steps of a journey that are the same for each API: its waits, and the error if no instance can serve it.
+
+`exchange` and `pass_through` carry out their journeys with them; what is waited for, and whether, is the
+journey's choice.
+"""
 
 import time
 

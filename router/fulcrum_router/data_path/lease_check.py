@@ -1,7 +1,9 @@
 """The lease check: may a late response be forwarded, or was its KV fetched after the lease had expired?
 
 An expired lease does not show in the response, whose tokens may then belong to another prompt. So the prefill
-instances are asked whether any transfer has expired, while `DecodeResponse` withholds what it receives.
+instances are asked whether any transfer has expired, while `DecodeResponse` withholds what it receives. A
+decode leg starts the check; the result goes to `DecodeResponse.finish_lease_check`, and a retry is the
+journey's decision.
 """
 
 import structlog

@@ -5,6 +5,9 @@ engine is the request's fault. Until another engine has answered, dispatch only 
 
 A 4xx goes to the client. But an engine that rejects everything is always free, and so would get everything.
 So another engine is asked about some of the requests that such an engine rejects.
+
+The legs of `prefill`, `decode` and `pass_through` report to it, and it reports to the router, whose `Health`
+ejects. It sends nothing: whether another engine is asked is the journey's decision.
 """
 
 from collections.abc import Mapping

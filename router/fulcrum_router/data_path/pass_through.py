@@ -4,7 +4,8 @@ The response is forwarded as it comes. A request that generates tokens has a jou
 a prefill leg: it may wait or be refused, its tokens count, and it is retried like one. Any other goes to the
 serving instance with the fewest legs in flight; before the first byte a failure moves it to another one,
 once. The limits on bodies and the fields that clients may not set are those of completions. Both kinds are
-counted by path and outcome, and neither for the SLO attainment of a tier.
+counted by path and outcome, and neither for the SLO attainment of a tier. `downstream` starts it; completions
+with a KV transfer are `exchange`'s.
 """
 
 import asyncio

@@ -4,7 +4,8 @@ KV transfer parameters are used once: after a fetch the engine frees the blocks,
 another prompt's KV without an error.
 
 From the response the router also learns: tokens per byte, the prefill time of the instance, and the error of
-the TTFT prediction.
+the TTFT prediction. `exchange` runs a leg for each attempt; the journey chooses the instance, and what
+follows a failure.
 """
 
 import time

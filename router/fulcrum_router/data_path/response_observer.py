@@ -1,4 +1,7 @@
-"""The port by which `decode_response` calls the leg in `decode`: its events, and what the leg decides."""
+"""The port by which `decode_response` calls the leg in `decode`: its events, and what the leg decides.
+
+So `decode_response` does not import the leg, and its tests pass another observer.
+"""
 
 from typing import Protocol
 

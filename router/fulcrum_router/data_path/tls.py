@@ -2,6 +2,8 @@
 
 cert-manager and the kubelet replace the files of a Secret; connections that are made later get the new
 certificate, open ones go on.
+
+`options` names the files, `server` makes the contexts and has them read again.
 """
 
 import asyncio

@@ -2,6 +2,9 @@
 
 The state port's long polls wait for both. A request that asks for a flip waits a moment for the next
 generation; how long is decided by its journey (`policy.journey`).
+
+The router's state holds both: `observe.objects` advances the generation and the data path submits flip
+requests.
 """
 
 import asyncio

@@ -5,7 +5,9 @@ succeeds. An engine that answers, but fails its legs or is far slower than its p
 judgement*: its probes may succeed all the time, so it stays out for a time that grows with each ejection, as
 in Envoy.
 
-Pure state; the data path and the prober record what happened, `Instance.update_serving` reads `ejected`.
+Each `Instance` has one. Pure state: the data path and the prober record what happened, and
+`Instance.update_serving` reads `ejected`. Who is to blame for a failure is decided before, in
+`policy.faults.blame`.
 """
 
 import math

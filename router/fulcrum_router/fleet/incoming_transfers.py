@@ -2,7 +2,9 @@
 
 KV that is fetched too late can be another prompt's, and the engine's prefix cache stores it under the hash of
 the prompt that was requested. Until the transfer is resolved, any response of the instance may use such KV.
-An engine that responds to a later request has fetched the earlier KV, or renews its lease.
+An engine that responds to a later request has fetched the earlier KV, or renews its lease. Each decode
+`Instance` has one. The decode legs add and remove transfers, and `decode_response` asks which are late; it
+then withholds the response.
 """
 
 import math

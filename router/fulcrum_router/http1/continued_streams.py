@@ -4,6 +4,8 @@ A request is *sound* if another engine, given the prompt and the output so far, 
 of one choice, greedy or with a seed. The output becomes part of the prompt; as token ids where the client has
 sent ids and has the engine return them, else as text. The text is read from the bytes of the events, as vLLM
 writes them. A stream of other events is not continued.
+
+`data_path.continuation` uses it for one request; whether another engine is tried is the journey's decision.
 """
 
 import re

@@ -2,7 +2,8 @@
 
 The decode leg searches an engine's bytes instead of parsing each event: JSON parsing per token would be the
 largest part of the router's CPU time. vLLM writes compact JSON with stable key names; quotes in generated
-text are escaped, so that text cannot match a pattern.
+text are escaped, so that text cannot match a pattern. `decode_response` uses most of it; `passed_usage` reads
+the responses of other APIs.
 """
 
 import re

@@ -1,4 +1,8 @@
-"""The exception that legs raise; `policy.faults.failures` has the causes."""
+"""The exception with which a leg or a connection to an engine fails: the failure, and a status if it has one.
+
+`upstream` and the legs raise it, and the legs report it to the journey. `policy.faults.failures` has the
+causes.
+"""
 
 from fulcrum_router.policy.faults.failures import Failure
 

@@ -3,6 +3,9 @@
 The coroutine resumes inside the callback that completes its wait. That saves one event-loop turn per leg
 (10 % of the router's CPU with short prompts), and a client disconnect cancels both legs at once. Such a
 coroutine awaits `Completion`s only; it runs asyncio coroutines with `run_in_asyncio_task`.
+
+`exchange` and `pass_through` run each request as one; canaries and probes use `run_inline`. `Turns` lets long
+work of several requests alternate with other callbacks.
 """
 
 import asyncio

@@ -2,7 +2,8 @@
 
 The size in bytes is limited where a body is read. Once parsed, a value costs up to 30 times its bytes, a name
 of an object most of all, and nesting costs recursion in serialisers and in engines. Parsing cannot be
-interrupted: no other request is served meanwhile.
+interrupted: no other request is served meanwhile. `bodies` parses every client's body by it, `engine_metrics`
+an engine's. What fields mean is read elsewhere.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Booleans and whole numbers of a client's JSON as vLLM reads them: with pydantic, which accepts more values.
 
-What the router took for no stream or no limit, and the engine for one, would evade the rules of streams and
-the limits of time and of tokens.
+`bodies` reads the fields with these functions. If the router took for no stream or no limit what the engine
+takes for one, the request would evade the rules of streams and the limits of time and of tokens.
 """
 
 from pydantic import TypeAdapter, ValidationError

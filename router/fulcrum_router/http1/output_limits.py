@@ -1,4 +1,7 @@
-"""How many output tokens a client's request allows, from its parsed body; as vLLM reads the fields."""
+"""How many output tokens a client's request allows, from its parsed body; as vLLM reads the fields.
+
+The legs take time limits and expected tokens from it; `bodies.limit_output` is what changes a request.
+"""
 
 from collections.abc import Mapping
 from typing import Any

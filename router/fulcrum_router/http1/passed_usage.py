@@ -3,6 +3,8 @@
 A whole response is parsed, because it may repeat objects of its request, and the client may call any of them
 `usage`. Of a stream, and of a response that is too large or came in chunks, the last counts are searched for.
 Those are not sure: they may raise what the router has counted itself, and must not lower it.
+
+`pass_through` adds the bytes of each such response and reads the counts at its end, for the tenant's tokens.
 """
 
 import re

@@ -1,4 +1,8 @@
-"""Portions of many objects that are checked now and then: all at once would stop the event loop."""
+"""Checks many objects a few at a time, each as often as the others: all at once would stop the event loop.
+
+`downstream` takes the next clients from it, and a connection pool its next busy connections, to enforce
+time-outs.
+"""
 
 from collections.abc import Collection
 from typing import Generic, TypeVar

@@ -5,7 +5,8 @@ blocks before it, the model (or adapter), the client's cache salt and a secret o
 cannot find two prompts with one hash. No text is kept.
 
 Blocks end at the same places of all prompts. They become longer with their distance from the beginning, so
-that even the longest prompt has few.
+that even the longest prompt has few. `data_path.request` calls it only if `dispatch.prefixAware` is set; the
+index is `policy.prefix_index`.
 """
 
 import os

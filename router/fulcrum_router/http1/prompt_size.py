@@ -2,7 +2,8 @@
 
 There is no tokeniser. Measured is what chat templates write into the prompt: texts, and tools, their calls
 and documents as JSON. Media are not measured: only an engine knows their tokens. Engines count the prompt
-later, so that an error here lasts no longer than the request.
+later, so that an error here lasts no longer than the request. `bodies` measures every completion by it;
+tokens are predicted from bytes in `policy.predictions.estimate`.
 """
 
 from collections.abc import Mapping

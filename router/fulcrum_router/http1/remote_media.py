@@ -1,7 +1,8 @@
 """Whether a chat has images, audio or video that each engine fetches from elsewhere, by a URL.
 
 The server there may send each engine another file. Decode would then fetch the KV of one file and keep it in
-its prefix cache under the hash of another, where every client with that file and the same prefix gets it.
+its prefix cache under the hash of another, where every client with that file and the same prefix gets it. So
+`decode` gives such a request a cache salt of its own, and `leg_outcomes` blames no engine for its failure.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,7 @@
-"""Build responses of the router as bytes; errors have the shape that OpenAI clients parse."""
+"""Build responses of the router as bytes; errors have the shape that OpenAI clients parse.
+
+Legs, `downstream` and `router_paths` send them. Responses of engines are forwarded as they are.
+"""
 
 from http import HTTPStatus
 

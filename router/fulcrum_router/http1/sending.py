@@ -1,6 +1,7 @@
-"""Send a request to an engine and wait for its response.
+"""Send a request to an engine and wait for its response; the legs, canaries and probes do so.
 
-A request is sent again only to the same engine, if that had closed a reused connection.
+A request is sent again only to the same engine, and only if that had closed a reused connection. Another
+engine is the journey's decision.
 """
 
 import asyncio

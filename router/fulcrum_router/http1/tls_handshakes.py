@@ -3,7 +3,8 @@
 asyncio's own server does handshakes before it makes a connection known, so a limit on those does not see
 them. Here sockets are accepted one by one, and become `ClientConnection`s after their handshake. If too many
 wait, the oldest one of the network that has most is aborted: a single network keeps out nobody else. Without
-such a network, the oldest of all is.
+such a network, the oldest of all is. `server` and `control.limited_port` accept all TLS connections with it;
+ports without TLS do not need it.
 """
 
 import asyncio

@@ -6,7 +6,8 @@ prefill and at most one decode leg; pairs with an instance that gets no requests
 are warm when it serves.
 
 On a standby too, the scheduler refreshes the router's pairs each second, from which dispatch reads delays and
-broken prefill instances, and invalidates the pairs of an instance whose engine was replaced.
+broken prefill instances, and invalidates the pairs of an instance whose engine was replaced. `server` runs
+the scheduler as a background task.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Watch the store's objects of one service, and update the router's fleet and settings.
 
-The PDAssignment is checked on receipt, since a person may have patched it; a refused one leaves the last
-good assignment in force and is checked again when readiness changes. While the store is unreachable, the last
-known state is used.
+The PDAssignment is checked on receipt, since a person may have patched it; a refused one leaves the last good
+assignment in force and is checked again when readiness changes. While the store is unreachable, the last
+known state is used. `server` runs it. It writes nothing to the store.
 """
 
 import asyncio

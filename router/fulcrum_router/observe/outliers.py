@@ -1,9 +1,10 @@
 """Eject serving instances that fail far more often or are far slower than others of the same role.
 
-Error rates are compared among all instances of a role, speeds only within a pool: another pool may have
-other hardware. `policy.faults.outliers` has the rules; `Fleet.eject_by_judgement` limits how many may be
-ejected. A slow instance that is ejected gets the learned models of the instance with the median speed. With
-its own models it would be ejected again at the next comparison, whatever its speed is by then.
+Error rates are compared among all instances of a role, speeds only within a pool: another pool may have other
+hardware. `policy.faults.outliers` has the rules; `Fleet.eject_by_judgement` limits how many may be ejected. A
+slow instance that is ejected gets the learned models of the instance with the median speed. With its own
+models it would be ejected again at the next comparison, whatever its speed is by then. The prober (`engines`)
+calls `tick` once a second.
 """
 
 from collections.abc import Callable, Iterable

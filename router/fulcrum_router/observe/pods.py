@@ -3,7 +3,8 @@
 If an instance's pod is no longer active, the router immediately stops sending new work to the instance. It
 does not wait until the operator updates the PDInstance, because another pod may soon get the address. A pod
 has the name of its PDInstance. Readiness of pods is ignored: the router's own probes are faster, and they
-work while the API server is unreachable.
+work while the API server is unreachable. `objects` asks `is_active_at` for each instance with an endpoint.
+Only routers in a cluster have a watcher.
 """
 
 import asyncio

@@ -2,7 +2,8 @@
 
 Dispatch runs for every request, while a role, `serving` or an identity changes rarely. What depends only on
 these is found here: who serves which phase, and which decode instances can read whose KV. Load and
-predictions change with every request: dispatch reads them itself.
+predictions change with every request: dispatch reads them itself. The fleet keeps one `Candidates` and makes
+another when an instance has changed.
 """
 
 from collections.abc import Iterable

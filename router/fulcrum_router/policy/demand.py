@@ -3,7 +3,7 @@
 `JourneyContext.record_admitted` decides what counts: no refused or hopeless request, and of a very long
 prompt only a part. Two snapshots of the sums give the rates between them, whoever takes them and how often.
 The output of a request is predicted when it arrives: from the answers to earlier prompts of its tenant and of
-its length.
+its length. The state port reports the sums.
 """
 
 import math

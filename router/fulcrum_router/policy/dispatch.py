@@ -20,6 +20,9 @@ decode; the time that it waits for room is added to the first part. An instance 
 the expected loss of time added to the first part. KV transfers count, too: the least transfer time of a
 prefill instance is added to its TTFT, the extra time of the pair to the first part of a decode instance.
 Equal costs: the instance with fewer decode legs is chosen, then the first by name.
+
+The journey (`journey.choices`) calls both functions, and enters the choice in the ledgers. Nothing is changed
+here.
 """
 
 import math

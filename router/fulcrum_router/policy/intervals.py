@@ -1,4 +1,8 @@
-"""Intervals of the router's probes, checks of time-outs and canaries, which the simulator uses, too."""
+"""Intervals of the router's probes, checks of time-outs and canaries, which the simulator uses, too.
+
+Constants only: `server`, `observe.engines` and `canaries` wait by them, and so do the simulated router's
+events.
+"""
 
 PROBE_INTERVAL_S = 1.0
 """Time between two reads of an engine's metrics."""

@@ -5,6 +5,8 @@ so that the sums are right whatever way a request ends.
 
 Prefill work shrinks while it is computed. An engine computes prompts in the order of arrival, so only the
 oldest one shrinks. Times are seconds of the caller's monotonic clock.
+
+Journeys make and release the entries (`journey.record`); the data path adds the tokens of streams to them.
 """
 
 import math

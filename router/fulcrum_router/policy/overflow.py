@@ -10,6 +10,9 @@ slowly, and a prompt that is sent cannot be taken back. It takes one when it arr
 
 So a prompt that accelerators compute in time stays there, and waits for less work than without the CPUs. The
 share of prompts that goes to CPUs says how much prefill the accelerators lack: `PromptCounts`.
+
+`journey.eligible` asks when a request arrives. Decode and service without accelerators use CPU instances by
+the usual rules.
 """
 
 from collections.abc import Collection, Sequence

@@ -7,6 +7,8 @@ and an objective of 3 s, a prediction that adds up the prompts' own times is wro
 
 B is learned from the steps that leave prompts which waited at their start: these steps are full.
 Where a step answers one prompt, prompts are longer than a step, and the steps do not matter.
+
+Each `Ledger` has one, and reports to it what was sent and answered.
 """
 
 import math

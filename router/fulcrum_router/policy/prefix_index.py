@@ -14,7 +14,8 @@ has a horizon: what was last used before it, counts as evicted. The horizon move
     to a missing block  if the engine reports fewer cached tokens than were predicted
 
 An instance that has never reported a cached token has no hits: its engine may not report any, or has no
-prefix cache, and hits that nothing confirms would only bend the load.
+prefix cache, and hits that nothing confirms would only bend the load. Journeys ask for hits before dispatch
+and record what they send and what engines report (`journey.record`).
 """
 
 from array import array

@@ -1,6 +1,7 @@
 """Decide in which role each instance gets work, from the assignment and the instances' own status.
 
-The router's store watcher applies the result to the fleet.
+The router's store watcher (`observe.objects`) applies the result to the fleet. Health, cordons and the choice
+for a single request are not decided here.
 """
 
 from collections.abc import Collection, Mapping

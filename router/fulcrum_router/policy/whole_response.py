@@ -1,7 +1,8 @@
 """The deadline of a whole response: one that is not streamed, so that the engine sends it at its end.
 
 Until then nothing arrives that shows whether the engine works on it. So the deadline moves on while the
-engine's count of computed tokens grows (`observe.engines` reads it), up to a limit for the output tokens.
+engine's count of computed tokens grows (`observe.engines` reads it), up to a limit for the output tokens. The
+legs compute their deadlines with it, and `upstream` enforces these.
 """
 
 SECONDS_PER_TOKEN = 0.5

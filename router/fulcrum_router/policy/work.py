@@ -1,6 +1,7 @@
-"""The work that one client request asks of the instances, as dispatch and the journey read it.
+"""The work that one client request asks of the instances, as dispatch and the journey read it: a plain value.
 
-The data path measures the request and makes the Work; `dispatch` chooses instances for it.
+The data path measures the request and makes the Work; `dispatch` chooses instances for it. It holds no text
+of the prompt, only lengths and hashes.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,8 @@
-"""The access log: a line of JSON for a share of the requests, in ids and numbers and without any text."""
+"""The access log: a line of JSON for a share of the requests, in ids and numbers and without any text.
+
+`exchange` and `pass_through` ask `takes_next` and write a line at the end of a request. Traces are
+`request_trace`'s.
+"""
 
 import structlog
 

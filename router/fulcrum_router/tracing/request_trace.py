@@ -7,6 +7,8 @@
 The leg of a request that is passed through is `fulcrum.pass_through`.
 
 Spans hold names, counts and times, and nothing that a client wrote.
+
+The data path begins and ends the spans; `fulcrum_cluster.tracing` sends them.
 """
 
 import random

@@ -4,6 +4,8 @@ Only engine and network count towards ejecting the instance (`is_sickness`). Aft
 prefers other instances for a while. A request that asks for too large an answer, or a router without sockets,
 says nothing about the instance. Whether a 5xx (except 503) or a 4xx (except 429) is the engine's fault is not
 decided here: `data_path.leg_outcomes` waits for what other engines answer.
+
+The legs report with it what happened to an instance, and the router's `Health` records counts it.
 """
 
 from enum import StrEnum

@@ -1,7 +1,8 @@
-"""Engines that died in the last seconds.
+"""Engines that died in the last seconds, of all requests: what the journey's rule on queries of death reads.
 
 If many die, a request can lose two of them by chance: it may lose more before it is a query of death. The
-deaths of engines without legs count, too. Only probes and refused connections show those.
+deaths of engines without legs count, too. Only probes and refused connections show those. Ejecting an
+instance is not decided here.
 """
 
 WINDOW_S = 10.0

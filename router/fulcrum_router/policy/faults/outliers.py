@@ -6,6 +6,7 @@ rate below the mean by more than 1.9 standard deviations. Fewer instances have n
 than half of the legs must have failed, and more than twice the share of the best peer.
 
 Ejection is limited here as well: never the last serving instance of a role, and at most half of them.
+`observe.outliers` calls these functions with what the router has counted, and ejects.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,7 @@
 """Retry budget of one router: retries are at most a share of its requests, whatever fails.
 
-Without it, retries would multiply the load of a service just when its engines fail.
+Without it, retries would multiply the load of a service just when its engines fail. The journey takes each
+retry from it, and gives the request up or lets decode compute the prompt if nothing is left.
 """
 
 SHARE = 0.2

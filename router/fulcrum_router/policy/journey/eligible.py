@@ -1,7 +1,8 @@
 """Which instances may take the work of a request now, and whether decode has room for it.
 
 This is the second layer of `Journey`. It changes nothing: `choices` decides by it where a request goes and
-whether it waits. It also finds the decode instance that may compute a prompt (`policy.deflection`).
+whether it waits. It also finds the decode instance that may compute a prompt (`policy.deflection`). It is not
+used by itself.
 """
 
 import math

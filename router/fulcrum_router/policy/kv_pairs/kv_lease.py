@@ -2,7 +2,8 @@
 
 A prefill engine keeps the KV of a prompt until the lease has expired. A decode engine that fetches it later
 gets another prompt's KV and no error. All clocks here are the router's. The lease starts when the prefill
-engine sends its response; an age is the time since that response arrived.
+engine sends its response; an age is the time since that response arrived. Journeys, `verification` and
+`incoming_transfers` compare ages with them; what happens to a late transfer is decided there.
 """
 
 _USABLE_FRACTION = 1 / 2

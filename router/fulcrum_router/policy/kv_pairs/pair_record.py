@@ -1,7 +1,8 @@
 """Record of the KV transfers from one prefill instance to one decode instance: outcomes and durations.
 
 `kv_transfer` records every transfer here; `pairs` combines the records of a service. The evidence of a
-transfer is the decode engine's own count of prompt tokens that it did not compute.
+transfer is the decode engine's own count of prompt tokens that it did not compute. A record neither warms nor
+verifies anything itself: canaries do.
 """
 
 import math

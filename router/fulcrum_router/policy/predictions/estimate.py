@@ -5,6 +5,9 @@ Durations follow Arrow's two models, fitted to measured legs by least squares of
 keeps a small constant weight, so that samples of one prompt length cannot bend the curve elsewhere. Only its
 shape counts: it is scaled to the samples, since hardware may be many times faster or slower than assumed.
 NaN, infinite and negative samples are ignored.
+
+`learning` feeds the models of each instance, `measure_prompt` the bytes; dispatch and admission predict with
+them.
 """
 
 import math

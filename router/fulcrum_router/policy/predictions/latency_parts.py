@@ -5,6 +5,9 @@
 The router sees when a leg is sent and when it ends. Within a leg it goes by the prefill ledger (for how long
 the prompt was the oldest one), by the expected duration of the KV transfer, and by what the decode engine
 says that requests wait for; the rest is the queue.
+
+The data path notes the times in `RequestTimes` and divides them at the end, for metrics and spans. Nothing is
+decided from the result.
 """
 
 from enum import StrEnum

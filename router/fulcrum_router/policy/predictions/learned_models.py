@@ -3,6 +3,8 @@
 Instances of one pool have the same model, engine and hardware, so a new one starts from the mean of those
 that were measured. The models are T(n), the prefill time of n prompt tokens, and I(n), the inter-token
 latency with n tokens in the batch. The text form is what an active router hands over to its successor.
+
+The router collects them from its instances and gives them to new ones; `failover` writes and reads the text.
 """
 
 import json

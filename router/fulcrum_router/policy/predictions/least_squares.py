@@ -1,4 +1,7 @@
-"""Least squares with coefficients that are not negative, for the few coefficients of a latency model."""
+"""Least squares with coefficients that are not negative, for the few coefficients of a latency model.
+
+`estimate` solves by it what routers learn, and the simulator's `profiling` what it measures.
+"""
 
 import itertools
 import math

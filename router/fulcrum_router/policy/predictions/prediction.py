@@ -4,6 +4,8 @@
 
 The router measures the middle parts in pairs: an engine reports neither when it starts a prompt nor when it
 has fetched the KV.
+
+The journey predicts each request it sends and learns from the result; admission has a forecast of its own.
 """
 
 import math

@@ -7,7 +7,8 @@ The last step of a prompt often also computes the beginning of the next prompt: 
 seems too slow and the second too fast. So a sample joins all prompts until the engine has none left, at most
 those of `RESPONSES_MAX` responses. Prompts that one step completes are answered together and count as one
 response. A prompt that overtook the oldest one is added to the oldest one's response. Prompt tokens from the
-prefix cache do not count: they were not computed.
+prefix cache do not count: they were not computed. `learning` adds each response of a prefill leg, and fits
+the model with the samples.
 """
 
 from typing import NamedTuple

@@ -2,7 +2,8 @@
 
 The router measures a prompt by its bytes, and an engine rejects one that is too long only when it has counted
 the tokens. Until then the prompt is in the ledgers. Counted whole, a body of 8 MB would be hours of prefill
-work, so that admission would refuse what others send and a flip would follow.
+work, so that admission would refuse what others send and a flip would follow. The journey caps each prompt
+when the request arrives; the request itself is sent unchanged.
 """
 
 from collections.abc import Iterable

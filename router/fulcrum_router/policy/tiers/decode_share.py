@@ -1,12 +1,12 @@
 """How much of decode the lower tiers may use, so that the highest one usually finds room.
 
-The order of the waiting room decides who is prefilled next. Decode has no such order: an engine takes what
-it gets, and each request that it decodes slows down the others and keeps its KV for as long as its answer
-takes. So new requests of lower tiers wait in the router, until `level.MAX_HOLD_S` lets one pass,
-while every decode instance is as full as `STEP_SHARE` of the tightest TPOT objective of any tier, or
-`KV_SHARE` of its KV cache, allows. An idle instance always has room, and an objective that even an empty
-step misses limits nothing. Without tiers of different priorities nothing is held; in mode Direct the
-journey does not ask.
+The order of the waiting room decides who is prefilled next. Decode has no such order: an engine takes what it
+gets, and each request that it decodes slows down the others and keeps its KV for as long as its answer takes.
+So new requests of lower tiers wait in the router, until `level.MAX_HOLD_S` lets one pass, while every decode
+instance is as full as `STEP_SHARE` of the tightest TPOT objective of any tier, or `KV_SHARE` of its KV cache,
+allows. An idle instance always has room, and an objective that even an empty step misses limits nothing.
+Without tiers of different priorities nothing is held; in mode Direct the journey does not ask.
+`JourneyContext` has one and asks `must_wait` for each request that is about to be sent.
 """
 
 import math

@@ -4,6 +4,7 @@ A forecast errs, by 10 % where a queue waits. Requests that are refused because 
 objective would meet it half of the time. So a forecast is multiplied by a low quantile of measured / forecast
 TTFT over recent requests: what remains above the objective then is late with the share of the others. A
 forecast is never made longer: the window remembers earlier bursts, whose errors may have been others.
+`Admission` has one; the journey lets it learn when a first byte is sent.
 """
 
 from bisect import bisect_left, insort

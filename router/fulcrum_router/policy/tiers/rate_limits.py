@@ -6,7 +6,8 @@ its prompt and its expected output when it arrives, and gives back or takes more
 waits for longer: otherwise no limit would let it pass.
 
 Requests without a tenant share one bucket. A bucket that is forgotten is full again: tenants are only limited
-if they cannot choose their own names (`spec.router.auth`).
+if they cannot choose their own names (`spec.router.auth`). `JourneyContext` takes from the buckets and gives
+back; a request over the limit is answered 429 by the data path.
 """
 
 from collections import OrderedDict

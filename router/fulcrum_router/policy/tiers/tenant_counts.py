@@ -3,7 +3,8 @@
 Anybody may send requests in the name of many tenants, so series of all of them would have no bound. A tenant
 is named as long as there is a place. Each minute a tenant without a place that sent more than twice as many
 requests as a named one takes the place of that one, and begins at 0. The counts of the others only grow: what
-was counted under a name is never added to them.
+was counted under a name is never added to them. `Counters` has one, and `tier_metrics` shows it. No rate
+limit and no order reads it.
 """
 
 from collections import Counter

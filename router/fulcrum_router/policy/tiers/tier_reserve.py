@@ -17,6 +17,9 @@ lent to longer ones as far as it is free again by then without them: with E the 
 
 holds when one is sent, and then until another is sent, since the sum only falls as time passes. So whenever
 the tier returns, its reserve is free within that time, as far as answers are no longer than expected.
+
+`JourneyContext` has one. Journeys record arrivals and ends, and ask it before they send; it sends and refuses
+nothing.
 """
 
 import math

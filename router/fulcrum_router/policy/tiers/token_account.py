@@ -6,8 +6,9 @@ Taken are the measured prompt and the expected output. Used are
     prompt    as measured, or as an engine counted it, once the first leg is sent
     output    of all legs, as far as it reached the client
 
-Output without any count is used as far as it was taken: nobody knows how much of it was generated. That is
-so for a response that is not streamed, and whose client leaves before its end.
+Output without any count is used as far as it was taken: nobody knows how much of it was generated. That is so
+for a response that is not streamed, and whose client leaves before its end. The journey of each request has
+one (`journey.record`).
 """
 
 from typing import NamedTuple

@@ -7,7 +7,8 @@ no other tenant waits, the counter is raised to that of the tenant served last.
 
 Output tokens are charged as predicted when a request leaves, and corrected as they appear. While two tenants
 wait all the time, their counters differ by the largest charge at most, and by the corrections of requests in
-flight.
+flight. `waiting.level` keeps one set for the tiers and one for the tenants of each tier, and `waiting_room`
+charges them.
 """
 
 from collections import OrderedDict

@@ -14,7 +14,8 @@ The share is one of prefill work. While decode has no room for the next request 
 request leaves at its turn even if decode has no room; in a level, at most one request does so in that time.
 
 In a level, the tier with the least virtual token counter goes first; the tokens of a tier are divided by its
-weight. In the tier, the tenant with the least counter goes first (`token_counters`).
+weight. In the tier, the tenant with the least counter goes first (`token_counters`). `WaitingRoom` has one
+level for each priority, and asks it through `LeavingRound`.
 """
 
 import heapq

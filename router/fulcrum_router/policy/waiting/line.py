@@ -4,6 +4,8 @@ The request with the earliest deadline goes first. A request that no instance ca
 *late*. The tenant's other requests pass it: it has missed its objective already, and behind it they would
 miss theirs. Late requests leave in the order of arrival: when the tenant has no other waiting request, and as
 every `LATE_EVERY`-th request of the tenant, so that none of them waits for ever.
+
+`Level` opens a line for each tenant that waits; the order between lines is its own.
 """
 
 from bisect import bisect_left, insort
