@@ -1,4 +1,4 @@
-"""The operator's command line."""
+"""The operator's command line, for `program`: which namespaces, images and election. It starts nothing."""
 
 import argparse
 import json

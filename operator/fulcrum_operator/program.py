@@ -1,6 +1,8 @@
 """The operator process: its election and its end.
 
 Several replicas may run: the holder of the Lease reconciles all services, the others are standbys.
+
+`__main__` calls `main`; what the leader does is in `controller/leader`.
 """
 
 import argparse

@@ -3,6 +3,8 @@
 If one object or engine is refused, the others are still handled. The service's status is written at most once
 per interval while no condition changes. `plan/` decides what to change; `reconcile` decides when to apply the
 next plan.
+
+`reconcile` calls it with every plan.
 """
 
 from collections.abc import Collection, Iterable

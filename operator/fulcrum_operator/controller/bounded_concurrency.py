@@ -1,4 +1,8 @@
-"""Run many calls with bounded concurrency, so that a large service does not overload the API server."""
+"""Run many calls with bounded concurrency, so that a large service does not overload the API server.
+
+`apply` writes objects with it and `leader` lists them. All calls are made; the first failure is raised at the
+end.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Iterable

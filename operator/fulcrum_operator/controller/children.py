@@ -6,6 +6,8 @@ object that is not the service's is never changed: a missing child is created an
 would change an object of that name that appeared meanwhile, and apply names the uid of the child that was
 judged. A child that cannot be made does not stop the others, except those that refer to its name: if that is
 somebody else's object, they wait until it is gone.
+
+`leader` calls `sync` in each reconcile of a cluster; a local run has no children.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
 """Notices within seconds that outdated CRDs were changed, so that missing fields are sent again.
 
 Only while fields are missing, the list of the API server's schemas is read (10 KB): it has a hash of each.
-Every client may read that list, while an operator of one namespace may not read CRDs.
+Every client may read that list, while an operator of one namespace may not read CRDs. `leader` runs it. What
+was missing is in `missing_fields`; CRDs are never written here.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
 """Learns which nodes are about to be drained or deleted, from their cordons and taints.
 
 `kubectl drain` cordons a node before it evicts pods. Node autoscalers and handlers of termination notices add
-a taint first. The operator watches all nodes, and keeps only the departures.
+a taint first. The operator watches all nodes, and keeps only the departures. `leader` runs the watch;
+`plan/departing_nodes` decides what follows for instances.
 """
 
 import asyncio

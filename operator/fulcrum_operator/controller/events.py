@@ -1,7 +1,8 @@
 """Kubernetes Events on the PDService, for `kubectl describe` and `fulcrum status`; some on a PDInstance, too.
 
 `derive_events` is pure: Events follow from the state before a reconcile and its plan, and unchanged state
-causes none. `EventRecorder` writes them; a repeated Event increments a count.
+causes none. `EventRecorder` writes them; a repeated Event increments a count. `leader` calls both after each
+reconcile.
 """
 
 import hashlib

@@ -1,7 +1,9 @@
 """Whether the fields that the operator applied are still its own, from `managedFields`: pure.
 
 A field that another manager changes or removes leaves the operator's set of fields. So a manual edit is found
-without comparing values, which the API server completes with defaults and normalises.
+without comparing values, which the API server completes with defaults and normalises. `children` asks; the
+cache keeps only the operator's part of `managedFields`. `fulcrum_cluster.field_ownership` is the other side:
+the rules of a store.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""Metrics, spans and health endpoints of an operator process, served by the leader and by standbys."""
+"""Metrics, spans and health endpoints of an operator process, served by the leader and by standbys.
+
+`program` serves them and `leader` records reconciles. Metrics about each service are `service_metrics`'.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Mapping

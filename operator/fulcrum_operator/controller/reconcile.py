@@ -1,7 +1,8 @@
 """Reconcile one service: read all of its state, plan, and write the difference.
 
 Whatever caused the reconcile, all of the service's state is read; a settled service is not written. What to
-change is decided in `plan/`, and written by `apply`.
+change is decided in `plan/`, and written by `apply`. `leader` and a local run call it for each key of their
+work queue.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
 """`RouterView` of a cluster: a router's endpoint from the object cache, its state from its state port.
 
 The scheme of the state port is that of the active router, which may differ from the spec during a roll-out.
+`leader` gives it to reconciles; a local run has `fulcrum_cli.local.router_view`.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Metrics of the leader about each service, from the object cache: no series outlives its service."""
+"""Metrics of the leader about each service, from the object cache: no series outlives its service.
+
+`leader` registers the collector; the metrics of the operator process itself are in `metrics`.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator

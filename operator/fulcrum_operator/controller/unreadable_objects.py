@@ -1,7 +1,8 @@
 """Services with objects that this version cannot parse are reported and not reconciled.
 
 An object that was stored before an upgrade can break the rules of the new version. Reconciling without it
-would stop engines whose PDInstance, or whose whole PDService, only seems to be deleted.
+would stop engines whose PDInstance, or whose whole PDService, only seems to be deleted. `leader` asks before
+it reconciles a service.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence

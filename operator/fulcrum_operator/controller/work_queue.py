@@ -2,8 +2,9 @@
 
 A key is handled at most once at a time; a key that is added meanwhile is handled once more afterwards. The
 delay doubles with each failure in a row, but is never shorter than a `Retry-After` of the API server; after
-conflicts it is much shorter, and an event ends it. Without events a key is handled every `resync_s`, since
-an event may have been missed, until its handler returns infinity.
+conflicts it is much shorter, and an event ends it. Without events a key is handled every `resync_s`, since an
+event may have been missed, until its handler returns infinity. `leader` and a local run have one; events and
+watches add keys.
 """
 
 import asyncio

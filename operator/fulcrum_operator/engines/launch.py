@@ -1,7 +1,8 @@
 """The output of an engine adapter: everything that is needed to start one engine, as frozen values.
 
 The manifests turn a launch into a pod, the local run into a process. In a pod, text may contain `$(POD_IP)`,
-which Kubernetes replaces. Command line and environment suffice: no adapter needs a file.
+which Kubernetes replaces. Command line and environment suffice: no adapter needs a file. The adapters build
+these values and never start an engine.
 """
 
 import json

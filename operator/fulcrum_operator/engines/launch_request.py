@@ -1,4 +1,7 @@
-"""The input of an engine adapter: the parts of a service that one instance's engine depends on."""
+"""The input of an engine adapter: the parts of a service that one instance's engine depends on.
+
+`from_spec` builds it; the modules of `engines/vllm` read it and nothing else of the service.
+"""
 
 from dataclasses import dataclass, field
 

@@ -1,6 +1,7 @@
 """The adapter of the simulated engine server: command line and identity.
 
-Pod manifests and the local run use it; the server itself is `fulcrum_simulator.server`.
+Pod manifests and the local run use it; the server itself is `fulcrum_simulator.server`. There is no flip with
+a restart: a simulated engine serves both roles.
 """
 
 from fulcrum_core.api import EngineIdentitySpec, PDInstance, PDInstanceSpec

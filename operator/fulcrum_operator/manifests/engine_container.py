@@ -1,6 +1,7 @@
 """The parts of an engine's pod that depend on the engine type: program, environment, ports and volumes.
 
-`engine_pod` uses it. The command line itself comes from the adapters in `engines`.
+`engine_pod` uses it. The command line itself comes from the adapters in `engines`. `leader` asks with the
+same functions whether an instance's engine can run.
 """
 
 from dataclasses import dataclass, field, replace

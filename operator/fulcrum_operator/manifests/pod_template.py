@@ -1,9 +1,10 @@
 """Merge a user's template into a pod that the operator generated, by Kubernetes' strategic merge patch.
 
-No Python library implements it, and the API server patches only objects that exist
-(docs/decisions/0034). A test has a real API server apply the same patches and compares the results. Only the
-order of a merged list differs: items that a template adds come last, so that the engine remains the first
-container and variables may refer to ours.
+No Python library implements it, and the API server patches only objects that exist (docs/decisions/0034). A
+test has a real API server apply the same patches and compares the results. Only the order of a merged list
+differs: items that a template adds come last, so that the engine remains the first container and variables
+may refer to ours. `engine_pod`, `children` and `model_reader_pod` merge with it; what a template may not do
+is checked in `fulcrum_core.api.pod_template`.
 """
 
 from collections.abc import Mapping

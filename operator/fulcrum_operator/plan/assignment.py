@@ -4,6 +4,9 @@ The operator makes the first split, gives new instances the role with fewer inst
 deleted instances and cordons those to be removed. If a floor blocks a removal, it may flip a remaining
 instance first. It checks every change by others again; a refused change is written back with `refused`, so
 that the writer does not retry it for ever.
+
+`service` calls `plan_assignment`. The autoscaler and people write theirs with
+`fulcrum_cluster.assignment_write`.
 """
 
 from collections import Counter

@@ -1,7 +1,8 @@
 """Instances on departing nodes: which have to move, how many at once, and when their replacement is overdue.
 
 A departing node is about to be drained or deleted. New instances replace its instances before they are
-evicted. If a replacement is overdue, `disruption_budget` lets evictions go on without it.
+evicted. If a replacement is overdue, `disruption_budget` lets evictions go on without it. `rollout` counts
+the instances to create for them, and `service` decides when to look again.
 """
 
 from collections.abc import Iterable

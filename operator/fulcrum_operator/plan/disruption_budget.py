@@ -2,7 +2,8 @@
 
 By default evictions take one instance at a time and leave the floors; `disruption.maxUnavailable` replaces
 both rules. But no node may be impossible to drain: if the instances of departing nodes cannot be replaced
-first, one may be evicted in any case.
+first, one may be evicted in any case. `service` calls it; the budget itself is one of the
+`manifests/children`.
 """
 
 from fulcrum_core.api import PDService

@@ -2,8 +2,9 @@
 
 The operator mounts no claims and has no hub tokens, so a short-lived pod reads the file where the engines
 find it; the excerpt is kept in the status of the service. Each instance keeps the excerpt it was started
-with: a late result changes no running engine, and engines of one model that exchange KV are started alike.
-A model that cannot be read delays no engine that can start without it.
+with: a late result changes no running engine, and engines of one model that exchange KV are started alike. A
+model that cannot be read delays no engine that can start without it. `service` calls `plan_model_read`;
+`controller/pods/model_reader_pods` runs the pods.
 """
 
 import hashlib

@@ -1,6 +1,7 @@
 """`Observed`: everything that a plan is made from, as the controller read it in one reconcile.
 
-Facts only. What follows from them for one instance is in `instance_state`.
+Facts only. What follows from them for one instance is in `instance_state`. `controller/reconcile` builds it,
+and everything in `plan/` reads it.
 """
 
 from collections.abc import Mapping

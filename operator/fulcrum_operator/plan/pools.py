@@ -3,7 +3,7 @@
 The operator writes `replicas` when it creates the pool; then the field belongs to the autoscaler or another
 scaler. The pool's bounds clamp the value; a clamp is reported, not written back. Only if Fulcrum owns the
 scale do changed bounds also change `replicas`. A changed launch spec reaches the pool at once and its
-instances by a roll-out.
+instances by a roll-out. `service` calls `desired_pools`, and `fulcrum plan` does without a cluster.
 """
 
 from collections.abc import Collection

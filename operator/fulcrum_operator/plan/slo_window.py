@@ -6,7 +6,7 @@ cancelled in time count neither as met nor as missed. SLOMet is False if a tier 
 requests is below the objective; if no tier has as many, all requests are judged together.
 
 `controller/reconcile` keeps the window between reconciles, and `status/slo_met` turns its report into a
-condition.
+condition. No metric and no flip follows from it.
 """
 
 import math

@@ -2,7 +2,8 @@
 
 A roll-out waits `SURGE_WAIT_S` for room on a node; then it replaces instances in place: one instance fewer
 serves, within the floors. The drain of a node waits `REPLACEMENT_WAIT_S` for a replacement that cannot start.
-For any other new instance both wait as long as `progress_timeout_s` says.
+For any other new instance both wait as long as `progress_timeout_s` says. `rollout`, `departing_nodes` and
+`service` ask; nothing is stopped or created here.
 """
 
 import math

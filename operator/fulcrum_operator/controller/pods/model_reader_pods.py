@@ -2,7 +2,8 @@
 
 A pod is created when a plan requests one and deleted when no plan does. Its result is the termination message
 of its container. Results are kept for ten minutes after the pod: a service whose status cannot store them
-(CRDs older than the operator) gets one pod in ten minutes instead of one after the other.
+(CRDs older than the operator) gets one pod in ten minutes instead of one after the other. It is the
+`ModelReader` of a reconcile; when to read is decided in `plan/model`.
 """
 
 import json

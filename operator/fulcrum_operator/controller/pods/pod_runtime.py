@@ -1,6 +1,7 @@
 """Runs engines in a cluster: one pod for each PDInstance, with the instance's name.
 
-`plan/` decides which engines to start and stop. `pod_status` derives the observation from a pod.
+`plan/` decides which engines to start and stop. `pod_status` derives the observation from a pod. It is the
+`EngineRuntime` of a cluster; a local run has `fulcrum_cli.local.runtime`.
 """
 
 import asyncio

@@ -1,4 +1,8 @@
-"""A service's router pods: why they cannot start, and whether the active one serves TLS."""
+"""A service's router pods: why they cannot start, and whether the active one serves TLS.
+
+`leader`, `children` and `router_view` ask; the pods are read from the object cache. Their Deployment is made
+in `manifests/children`, and no pod is changed here.
+"""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,8 @@
 """CPU, memory and storage that a vLLM instance takes from its node besides its devices.
 
 A pod that requests only devices is the first to be evicted, is refused where a quota counts memory, and gets
-whatever limit a LimitRange has. A pool's template overrides every value.
+whatever limit a LimitRange has. A pool's template overrides every value. `vllm/launch` calls it;
+`launch_request` has the devices.
 """
 
 import math

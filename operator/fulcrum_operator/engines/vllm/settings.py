@@ -1,6 +1,7 @@
 """Choose the settings of a vLLM engine: from the manifest, else from model, hardware and role.
 
-Each setting comes with its reason, which `fulcrum plan` shows.
+Each setting comes with its reason, which `fulcrum plan` shows. `vllm/launch` turns the settings into
+arguments, and `unsupported` refuses combinations that do not work.
 """
 
 import math

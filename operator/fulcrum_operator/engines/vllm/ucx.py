@@ -1,7 +1,8 @@
 """Environment variables of UCX: the transports that may carry KV between two engines.
 
 UCX uses the fastest listed transport that both ends have. Without the fabric's own transport in the list it
-falls back to TCP and does not report it, so each fabric has a list of its own.
+falls back to TCP and does not report it, so each fabric has a list of its own. `vllm/launch` adds the
+variables to an engine that transfers KV with NIXL.
 """
 
 from fulcrum_core.hardware import Fabric, HardwareFacts, Vendor

@@ -1,4 +1,8 @@
-"""Find settings that this vLLM version does not support, before an engine is started with them."""
+"""Find settings that this vLLM version does not support, before an engine is started with them.
+
+`vllm/launch` then returns the reasons and no launch; they reach the user in `fulcrum plan` and in Degraded.
+Whether the model fits its devices is `fulcrum_core.models.fit`'s.
+"""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,8 @@
 """Read the user's own engine arguments, so that identity and lease of the engine follow them.
 
 The user's arguments come after the generated ones, and the last one wins. A value that cannot be parsed is
-ignored here: the engine refuses to start with it.
+ignored here: the engine refuses to start with it. The arguments themselves are passed on unchanged, by
+`vllm/launch`.
 """
 
 import json

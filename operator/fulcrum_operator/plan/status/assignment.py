@@ -1,4 +1,7 @@
-"""The status of a PDAssignment, which the columns of `kubectl get pda` show."""
+"""The status of a PDAssignment, which the columns of `kubectl get pda` show: roles as a count and a list.
+
+`plan/service` writes it with the spec that `plan/assignment` decided.
+"""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,7 @@
-"""Build conditions. `with_transition_times` adds the time since which each has its status."""
+"""Build conditions. `with_transition_times` adds the time since which each has its status.
+
+The modules of this folder decide status, reason and message, and call these functions.
+"""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,8 @@
-"""The condition Degraded: each failure cause has a reason for programs and a message for people."""
+"""The condition Degraded: each failure cause has a reason for programs and a message for people.
+
+`service` of this folder calls it in every plan, `controller` when a reconcile itself fails. Events report the
+same causes (`controller/events`). Nothing is repaired here.
+"""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,7 @@
-"""The status of a PDPool, and the parts of it that the status of its service needs."""
+"""The status of a PDPool, and the parts of it that the status of its service needs.
+
+`plan/service` calls it for each pool; how many instances there should be is `plan/rollout`'s.
+"""
 
 from dataclasses import dataclass
 

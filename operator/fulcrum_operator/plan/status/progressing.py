@@ -1,4 +1,7 @@
-"""The condition Progressing: instances change their phase or number, leave nodes, or are rolled out."""
+"""The condition Progressing: instances change their phase or number, leave nodes, or are rolled out.
+
+`service` of this folder calls it. What cannot go on is in Degraded or ScalingLimited.
+"""
 
 from fulcrum_core.api import Condition, PDInstance, PDPool, PDService, conditions
 from fulcrum_core.formatting import format_count

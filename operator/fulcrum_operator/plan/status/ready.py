@@ -1,7 +1,7 @@
 """The condition Ready: every role has its floor of serving instances, and the router has an address.
 
 A service of one desired instance is Ready without the floors, as soon as that instance serves: it plays both
-roles.
+roles. `service` of this folder calls it.
 """
 
 from collections.abc import Mapping

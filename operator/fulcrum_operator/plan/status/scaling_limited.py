@@ -1,4 +1,8 @@
-"""The condition ScalingLimited of a pool and of its service: more or fewer instances than requested."""
+"""The condition ScalingLimited of a pool and of its service: more or fewer instances than requested.
+
+`pool` and `service` of this folder call it; the limits themselves are applied in `plan/pools` and
+`plan/assignment`.
+"""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,7 @@
-"""The status of a PDService: counts by role, the last decision, and its conditions from their modules."""
+"""The status of a PDService: counts by role, the last decision, and its conditions from their modules.
+
+`plan/service` calls it last, with everything that it has planned. It decides nothing about instances.
+"""
 
 from collections.abc import Iterable, Mapping
 

@@ -1,4 +1,7 @@
-"""The condition SLOMet: as many requests meet their latency objectives as the service asks for."""
+"""The condition SLOMet: as many requests meet their latency objectives as the service asks for.
+
+`service` of this folder calls it; `plan/slo_window` counts and judges.
+"""
 
 from fulcrum_core.api import Condition, PDService, conditions
 from fulcrum_operator.plan.slo_window import SloReport, no_request_ended

@@ -3,7 +3,7 @@
 It is False if a tier is missing, if two tiers match the same tenant or API key, if the reserves of the tiers
 sum to more than 1, if a trusted proxy is not a valid network, or if API keys have no effect. The API keys are
 in a Secret that the operator may not read: the router reports their problems. Without a report, the problems
-that the condition had before are kept.
+that the condition had before are kept. `service` of this folder calls it.
 """
 
 import math
