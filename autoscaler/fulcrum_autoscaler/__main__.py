@@ -1,4 +1,7 @@
-"""`python -m fulcrum_autoscaler`: the autoscaler process, which `program` runs."""
+"""`python -m fulcrum_autoscaler`: the autoscaler process, which `program` runs.
+
+It first sees to it that a signal during the start ends the process at once, and imports the rest after that.
+"""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
 """The most recent decisions of each service, for `/decisions` and `fulcrum explain`; lost on restart.
 
 Flips are rare and all other decisions frequent. Each kind has its own ring, so that an hour of "hold"
-decisions does not displace the last flip.
+decisions does not displace the last flip. `loop` records every decision; the policies never read it.
 """
 
 from collections import deque

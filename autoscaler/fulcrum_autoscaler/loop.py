@@ -3,7 +3,7 @@
 A decision is triggered by the tick interval or by a flip request of the router; decisions never overlap. A
 flip is one conditional write of the PDAssignment: after a conflicting write, the loop reads everything and
 decides again. All state that must survive a restart is in the API objects. `supervisor` starts one such loop
-for each service.
+for each service. What to flip is decided in `policy`.
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""The command-line options of the autoscaler process, parsed and validated."""
+"""The command-line options of the autoscaler process, parsed and validated for `program`.
+
+Thresholds and modes are not options: they are in each PDService (`policy.observation.AutoscalingRules`).
+"""
 
 import argparse
 from collections.abc import Sequence

@@ -2,7 +2,8 @@
 
 A router is reached through the Service with the name of the PDService, and that Service may be somebody
 else's. Then the operator publishes no endpoint, and the token for state ports must not be sent there: the
-router counts as unavailable. The status also says whether the state port serves TLS.
+router counts as unavailable. The status also says whether the state port serves TLS. `program` gives it to
+every loop.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,8 @@
-"""The autoscaler's HTTP port: recent decisions, metrics, health. Read-only; exposes no secrets."""
+"""The autoscaler's HTTP port: recent decisions, metrics, health. Read-only; exposes no secrets.
+
+`program` serves it. `fulcrum explain`, `play` and the live page read `/decisions`, Prometheus reads
+`/metrics`.
+"""
 
 from collections.abc import Callable
 

@@ -3,7 +3,7 @@
 The decision history and the metrics of a deleted service are removed with its loop.
 
 Two autoscalers may run at the same time (a roll-out, a network partition): each flip is a conditional write,
-so of two equal flips one is written and the other autoscaler decides again.
+so of two equal flips one is written and the other autoscaler decides again. `program` runs it.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
 """The API objects of all services, kept current by watches.
 
-While the store is unavailable, the last known objects stay.
+While the store is unavailable, the last known objects stay. `supervisor` runs the watches, and each loop
+reads its own service as its `ServiceObjects`. Writes go to the store (`loop`).
 """
 
 import asyncio

@@ -5,7 +5,8 @@ Every tick scores all splits (`split_score`) on the work in flight and on a fore
 worst ratio. While the current split is worse than the target, the difference is added up over time: the
 regret of staying. The flips follow when the regret reaches their price. So a split that is far off is left at
 once, one that is slightly off after a while, and noise moves no instance. A split that meets all objectives
-with a margin has no regret, so that the instances that served one burst still serve the next one.
+with a margin has no regret, so that the instances that served one burst still serve the next one. `decide`
+calls it at ticks; it ignores flip requests.
 """
 
 import math

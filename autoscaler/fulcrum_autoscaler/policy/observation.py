@@ -1,6 +1,7 @@
 """The input of a decision: the settings of the service, its assignment, and what operator and router report.
 
-Also judges whether the router's state may be used: it must be recent, and the last assignment applied.
+Also judges whether the router's state may be used: it must be recent, and the last assignment applied. `loop`
+and the simulation build it in each decision; a policy reads nothing else.
 """
 
 from collections.abc import Mapping

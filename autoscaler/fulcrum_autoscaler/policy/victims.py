@@ -1,6 +1,6 @@
 """Chooses the instance that flips: Arrow's Algorithm 3 (try_flip); builds the assignment with the flip.
 
-Used by `arrow`, by `balanced` and by the simulator's planners.
+Used by `arrow`, by `balanced` and by the simulator's planners. Whether to flip at all is decided before.
 """
 
 import math
