@@ -1,7 +1,8 @@
 """Finds the highest factor of a load at which a condition holds, by bisection.
 
 The condition need not hold at every lower factor: the search finds one factor at which it begins to fail.
-`list_factors_around` lists others, to look for that.
+`list_factors_around` lists others, to look for that. Bounds and `fleet.policy_runs` search request rates with
+it.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """The jobs of one busy period of a machine; finds the job without which the period ends earliest.
 
 The jobs are kept in blocks. Each block knows its longest work and its shortest wait, so that a search reads
-few jobs.
+few jobs. `on_time` is the only caller.
 """
 
 import math

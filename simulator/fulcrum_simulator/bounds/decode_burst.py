@@ -1,7 +1,7 @@
 """B4: an upper limit of the requests whose output tokens a scheduler can produce within both SLOs.
 
 Only decode work is counted: the steps that a request decodes in, with the least share of their fixed duration
-that the SLO, the KV cache and the batch size allow. Prefill is ignored.
+that the SLO, the KV cache and the batch size allow. Prefill is ignored. `fulcrum bounds` prints it.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,6 @@
 """B5: the rate that k parallel prefill instances reach if they serve prompts first come, first served.
 
-A reference, not a bound: another order can do better. Decode is ignored.
+A reference, not a bound: another order can do better. Decode is ignored. `fulcrum bounds` prints it.
 """
 
 import heapq

@@ -1,4 +1,7 @@
-"""What every bound is computed for: identical instances, and the SLO that their requests should meet."""
+"""What every bound is computed for: identical instances, and the SLO that their requests should meet.
+
+The other modules of this package take the durations of prompts and steps from it. It simulates nothing.
+"""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,7 @@
 """Scheduling on one machine: the largest number of jobs that can end by their deadlines.
 
 Instances are pooled into one machine of their combined speed, which can do whatever they can. So the numbers
-found here limit every scheduler of the instances.
+found here limit every scheduler of the instances. `prefill_burst` and `decode_burst` turn requests into jobs.
 """
 
 import heapq

@@ -1,4 +1,7 @@
-"""B3: the largest number of prompts that any scheduler can compute within the TTFT SLO. Decode is ignored."""
+"""B3: the largest number of prompts that any scheduler can compute within the TTFT SLO. Decode is ignored.
+
+`on_time` solves the problem of scheduling; `fulcrum bounds` prints the highest rate.
+"""
 
 from collections.abc import Sequence
 

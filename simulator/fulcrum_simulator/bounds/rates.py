@@ -1,7 +1,8 @@
 """Searches the highest rate at which a share of a workload is on time.
 
 The rate is changed as in the published measurements: all arrival times are divided by one factor. Doing so
-never makes a first-come-first-served queue shorter, so that the share falls as the factor grows.
+never makes a first-come-first-served queue shorter, so that the share falls as the factor grows. The bounds
+search with it; each counts its own requests on time.
 """
 
 import math

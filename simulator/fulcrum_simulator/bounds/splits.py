@@ -1,7 +1,8 @@
 """The best fixed split of a workload, and a split that moves with known arrivals (the clairvoyant split).
 
 Both are references on the model of `split_queue`: what a policy that knows the future reaches with queues in
-order of arrival. A policy that orders or refuses requests can do better; `prefill_burst` limits it.
+order of arrival. A policy that orders or refuses requests can do better; `prefill_burst` limits it. `fulcrum
+bounds` prints both, and the compared policy `clairvoyant` follows the moving split.
 """
 
 import math

@@ -1,6 +1,7 @@
 """B1 and B2: the highest rate at which the work of a workload fits the instances, whatever the arrival times.
 
-No burst is considered: a workload that arrives in bursts is limited by `prefill_burst`, too.
+No burst is considered: a workload that arrives in bursts is limited by `prefill_burst`, too. `fulcrum bounds`
+prints both.
 """
 
 import math

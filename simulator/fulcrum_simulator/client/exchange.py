@@ -1,7 +1,8 @@
 """One request and its response: collects the streamed events and judges the outcome once, at the end.
 
 The text is compared with the expected text only after the last token. The generator shares its processors
-with the engines under test, so it does as little as possible while tokens arrive.
+with the engines under test, so it does as little as possible while tokens arrive. `generator` makes one for
+each request and `connection` passes on the bytes.
 """
 
 from collections.abc import Callable

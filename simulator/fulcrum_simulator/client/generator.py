@@ -1,7 +1,8 @@
 """The open-loop load generator: sends each request at its intended time, however slow the service is.
 
 Latencies count from the intended time. A generator that falls behind, or a wait for a connection, therefore
-shows as latency and not as a lower request rate.
+shows as latency and not as a lower request rate. `fulcrum play`, tests and `bench` send with it; what to send
+is the workload's.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
 """Writes the HTTP requests of a workload: prompts of exact length, unique for each seed and index.
 
 Prompts differ from their first byte on, so that prefix caches save no work. They consist of letters and
-digits, so that they need no escaping and their length in bytes is their length in the JSON body.
+digits, so that they need no escaping and their length in bytes is their length in the JSON body. `generator`
+calls it when a request is due.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """The running requests of an engine: those that decode, and the prompt chunks of the step under way.
 
 Also finds out for how many steps nothing changes but the number of tokens, so that a simulation can skip
-these steps instead of executing each one. `engine` decides which requests run.
+these steps instead of executing each one. `engine` decides which requests run. `engine` is the only caller.
 """
 
 from collections.abc import Sequence

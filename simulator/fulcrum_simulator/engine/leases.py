@@ -2,7 +2,8 @@
 
 Timing follows vLLM's NIXL connector. A lease starts when the prompt is computed. The decode instance sends
 heartbeats, one every sixth of the lease, which extend it. Blocks of an expired lease are freed and may be
-overwritten before the decode instance has read them.
+overwritten before the decode instance has read them. `engine` grants a lease when a prefill leg ends, and
+frees the blocks.
 """
 
 import math

@@ -2,7 +2,8 @@
 
 `Step` and `DecodeRun` are steps to wait for, `KvFetch` is a KV transfer to carry out. `EngineEvent` is what a
 finished step did to a request: an output token, a preemption or the end, with the KV that a prefill leg
-exports. `EngineDead` is raised where the real engine would crash.
+exports. `EngineDead` is raised where the real engine would crash. `server.runner` and `fleet.stepped_engine`
+act on them.
 """
 
 from dataclasses import dataclass

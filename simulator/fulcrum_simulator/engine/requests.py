@@ -1,5 +1,7 @@
-"""The input of the engine model: a request, its part in a KV transfer, and the hashes of its prompt
-blocks.
+"""The input of the engine model: a request, its part in a KV transfer, and the hashes of its prompt blocks.
+
+The engine server makes it from a client's body, the simulated fleet from its workload; `engine` runs it.
+`request_run` has what changes meanwhile.
 """
 
 import hashlib

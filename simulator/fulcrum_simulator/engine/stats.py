@@ -1,6 +1,6 @@
 """Counters, gauges and samples of one engine model, from which `server.metrics` renders vLLM's metrics.
 
-Samples are kept in lists until the caller takes them.
+Samples are kept in lists until the caller takes them. `engine` counts; nothing is decided from the counts.
 """
 
 from dataclasses import dataclass, field

@@ -1,7 +1,8 @@
 """The clock of a simulation: events in the order of their times.
 
-Events are ordered by (time, rank, sequence). Ends of engine steps have the lower rank: at equal times they
-come before everything else, so that skipping steps and executing them give the same order.
+`run` executes them one after another; `instance` and `router` schedule theirs. Events are ordered by (time,
+rank, sequence). Ends of engine steps have the lower rank: at equal times they come before everything else, so
+that skipping steps and executing them give the same order.
 """
 
 import heapq

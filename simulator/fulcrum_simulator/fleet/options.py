@@ -1,4 +1,8 @@
-"""The settings of one simulated run: service, policy, and the delays, errors and failures to simulate."""
+"""The settings of one simulated run: service, policy, and the delays, errors and failures to simulate.
+
+`fulcrum simulate`, `fulcrum regret` and `bench` make them for `run.simulate`. The workload is not part of
+them: see `load`.
+"""
 
 import re
 from collections.abc import Mapping

@@ -1,6 +1,7 @@
 """Runs one policy under a load with several seeds, or searches its highest rate with an SLO attainment.
 
-`fulcrum simulate` and `fulcrum regret` compare the results of several policies (`pick_best`).
+`fulcrum simulate` and `fulcrum regret` compare the results of several policies (`pick_best`). What is run is
+one `run.simulate` each; the search is `rate_search`'s.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,8 @@
 """The beginnings of simulated prompts: for the engines' prefix caches, and for the router's index of them.
 
 A recorded workload has an id for each block of a prompt. The router's index compares these ids. An engine
-model compares its own, smaller blocks: their hashes follow from the ids.
+model compares its own, smaller blocks: their hashes follow from the ids. `run` makes one where prefix caches
+are simulated, and `router` asks it for each request.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""What happened to each request of a run. Times are seconds from the start of the run, at the client."""
+"""What happened to each request of a run. Times are seconds from the start of the run, at the client.
+
+`router` writes a record for each request; `report`, `timeline` and the live page's states read them.
+"""
 
 from fulcrum_core.values import Slo
 from fulcrum_simulator.routing import Outcome

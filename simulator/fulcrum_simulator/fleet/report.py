@@ -1,7 +1,7 @@
 """The figures of a simulated run: SLO attainment, goodput, flips, and where time went.
 
 Attainment counts offered requests: a failed, broken or unfinished one is a miss. Requests of the first tenth
-of the run are served but not scored.
+of the run are served but not scored. `policy_runs` builds one for each run; `fulcrum simulate` prints it.
 """
 
 import math

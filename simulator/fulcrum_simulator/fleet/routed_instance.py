@@ -1,4 +1,8 @@
-"""The simulated router's view of one instance, with the shipped ledger and predictors; `router` uses it."""
+"""The simulated router's view of one instance, with the shipped ledger and predictors; `router` uses it.
+
+Dispatch and the journey read it in the place of the router's `fleet.instances`. The engine itself is
+`instance`'s.
+"""
 
 from collections.abc import Iterable, Mapping
 

@@ -1,6 +1,7 @@
 """One simulated run: engines, router and autoscaler under a workload, from the first arrival to the last end.
 
 All randomness is drawn from the seed, so that the same options and workload give the same result.
+`policy_runs` and `bench` call `simulate`.
 """
 
 import math

@@ -1,4 +1,7 @@
-"""Carries out the splits of a planner: flips the instances with the least work, without a cooldown."""
+"""Carries out the splits of a planner: flips the instances with the least work, without a cooldown.
+
+`run` uses it in the place of the simulated autoscaler if the policy is a planner.
+"""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace

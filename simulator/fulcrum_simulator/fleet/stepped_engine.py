@@ -1,7 +1,7 @@
 """An engine model with the steps that it is in: executes a step only if something happens in it.
 
 Between two such steps lie identical decode steps, which are skipped together. The result is the same, bit for
-bit, as with `lookahead_steps` of 1, which executes every step.
+bit, as with `lookahead_steps` of 1, which executes every step. `instance` has one for each engine process.
 """
 
 import math

@@ -1,4 +1,7 @@
-"""What a run looked like over time: roles, queues, KV use, and the SLO attainment of its arrivals."""
+"""What a run looked like over time: roles, queues, KV use, and the SLO attainment of its arrivals.
+
+`router` takes the samples during the run; `fulcrum simulate` plots them.
+"""
 
 import math
 from collections.abc import Sequence

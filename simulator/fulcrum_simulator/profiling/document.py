@@ -1,4 +1,7 @@
-"""Writes a fitted profile as the YAML text of a profile file, with what was not measured named in it."""
+"""Writes a fitted profile as the YAML text of a profile file, with what was not measured named in it.
+
+`fulcrum profile` saves the text; the loader is `fulcrum_core.profiles`.
+"""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,8 @@
 """Talks to one engine over vLLM's HTTP API, and records when each token arrives.
 
 Prompts are lists of token ids, so that their length is exact with any tokeniser; no two of them begin alike,
-so that no prefix cache saves work; another seed makes others. Whatever an engine
-does wrong ends as one `EngineUnusable`.
+so that no prefix cache saves work; another seed makes others. Whatever an engine does wrong ends as one
+`EngineUnusable`. `measure` decides what is sent and how often.
 """
 
 import asyncio

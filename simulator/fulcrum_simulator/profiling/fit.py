@@ -4,6 +4,7 @@
 
 Decode steps give t0, d1 and d2. With t0 known, prefill gives b and c, and the time that a request spends
 outside steps (HTTP, tokenising, queueing), which is no part of a profile. Prompts among decodes give f.
+`fulcrum profile` calls it with what `measure` has measured.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,7 @@
-"""The normal equations of measured curves, solved as the router solves those of its samples."""
+"""The normal equations of measured curves, solved as the router solves those of its samples.
+
+`fit` calls it; `fulcrum_router.policy.predictions.least_squares` solves them.
+"""
 
 from collections.abc import Sequence
 

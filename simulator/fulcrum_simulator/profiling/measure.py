@@ -2,7 +2,8 @@
 
 Both engines must be idle. Each point is measured several times, and the median counts. A prefill or a KV
 transfer lasts from sending the request to its first token. Decode steps and mixed steps are differences
-between arrivals of tokens, so that the time from the engine to the client cancels out.
+between arrivals of tokens, so that the time from the engine to the client cancels out. `fulcrum profile`
+calls it for each curve.
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""Chooses the points to measure: lengths and batches that spread over what the engine can hold."""
+"""Chooses the points to measure: lengths and batches that spread over what the engine can hold.
+
+`fulcrum profile` asks once, with the limits that the engine reports; `measure` measures the points.
+"""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,7 @@
-"""What was measured: one value for each point of a curve. Times are those of the client, in seconds."""
+"""What was measured: one value for each point of a curve. Times are those of the client, in seconds.
+
+`measure` makes the values and `fit` reads them.
+"""
 
 from dataclasses import dataclass
 

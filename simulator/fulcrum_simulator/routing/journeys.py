@@ -2,7 +2,8 @@
 
 Which leg goes where, what is retried and when a request fails is the journey's; sending legs, timers and
 probes are the caller's, behind `RoutingPort`. A lease that expired is detected by the caller directly
-(`SimulatedLeg.lease_expired`), in place of the engine's counter of expired transfers.
+(`SimulatedLeg.lease_expired`), in place of the engine's counter of expired transfers. The simulated fleet and
+the simulated control loop of the tests are such callers.
 """
 
 from collections.abc import Callable

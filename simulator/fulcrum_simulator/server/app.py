@@ -1,4 +1,8 @@
-"""HTTP routes of a simulated engine: those of vLLM, `/simulator/stats` and `/simulator/fault`."""
+"""HTTP routes of a simulated engine: those of vLLM, `/simulator/stats` and `/simulator/fault`.
+
+`__main__` serves them. `requests` parses bodies, `service` runs the engine, `responses` and `token_sinks`
+answer.
+"""
 
 import time
 import uuid

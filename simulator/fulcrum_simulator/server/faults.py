@@ -1,4 +1,7 @@
-"""Faults that tests inject at run time: the bodies that `POST /simulator/fault` accepts."""
+"""Faults that tests inject at run time: the bodies that `POST /simulator/fault` accepts.
+
+`app` parses a body with it, and `service` carries the fault out.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 Parsing is as lenient as in the real engine, which reads few fields. Depending on them, a request is a KV
 transfer, a plain request, a request that hangs, or one that kills the engine. A control plane under test must
-handle all four.
+handle all four. `app` calls both; the blocks themselves go over the side channel.
 """
 
 from collections.abc import Mapping

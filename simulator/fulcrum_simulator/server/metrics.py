@@ -3,7 +3,8 @@
 Our own family is `fulcrum_engine_step_lateness_seconds`; all others have vLLM's names.
 
 Families without a cause in a simulated engine (multi-modal cache, estimated FLOPs, sleep) keep their initial
-value, as on a real engine that does not use the feature.
+value, as on a real engine that does not use the feature. `runner` and `service` record, and `/metrics`
+renders.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""The command-line options of the engine server, parsed and validated."""
+"""The command-line options of the engine server, parsed and validated, for `__main__`.
+
+A local run and the operator's adapter of simulated engines write these command lines.
+"""
 
 import argparse
 from collections.abc import Sequence

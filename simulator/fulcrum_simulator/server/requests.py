@@ -4,7 +4,8 @@ Most checks and messages are vLLM's. Rejected by the simulator, but not by vLLM:
 answer, and work that does not fit the role that the engine was started with.
 
 Parsed by hand: a validation library would cost more than the rest of the request. Fields that do not change
-what the engine does are ignored, as vLLM ignores unknown fields.
+what the engine does are ignored, as vLLM ignores unknown fields. `app` calls it for each body; the engine
+model itself checks what its memory can hold.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Formats vLLM's JSON responses and server-sent events, byte for byte where a parser could depend on it.
 
 A token's event is a constant head, the token and a constant tail. The head is built once per request, and the
-tokens of `fulcrum_simulator.text` need no escaping.
+tokens of `fulcrum_simulator.text` need no escaping. `app` and `token_sinks` send them.
 """
 
 from collections.abc import Mapping

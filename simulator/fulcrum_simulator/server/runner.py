@@ -4,7 +4,8 @@ Model time follows `time.monotonic`. A step due at 10.000 s whose timer fires at
 s: the next step starts there, so late wake-ups do not accumulate and slow the engine down. Events in between
 (an arrival, a fetched block) keep their own time and take part in the next step that starts after them.
 Lateness is measured. Beyond `LAG_MAX_S` the lost time is skipped: an engine that caught up on seconds of
-steps would respond in bursts, unlike any real engine.
+steps would respond in bursts, unlike any real engine. `service` owns the loop; what runs in a step is decided
+by the engine model.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
 """One engine with its runner and its KV puller: what requests, faults and shutdown do to it.
 
-Fault DIE ends this process with `os._exit`: never inject it into a service within a test's own process.
+Fault DIE ends this process with `os._exit`: never inject it into a service within a test's own process. `app`
+calls it for each request, and `__main__` starts and ends it.
 """
 
 import asyncio

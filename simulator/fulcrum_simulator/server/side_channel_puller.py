@@ -3,7 +3,8 @@
 The source is the prefill instance that the KV transfer parameters name. As on the real engine, the first
 contact with a source is a handshake, and handshakes run one after another: while a new source does not
 respond, for at most five seconds, other new sources wait, but pulls from known ones go on. If a pull fails,
-the engine computes the prompt itself (`kv_load_failure_policy: recompute`).
+the engine computes the prompt itself (`kv_load_failure_policy: recompute`). `runner` starts and cancels
+pulls.
 """
 
 import asyncio

@@ -2,7 +2,7 @@
 
 A decode instance gets the contents that the blocks have when the transfer ends. No lease is checked, because
 a real engine's memory is read remotely without its involvement. Stale or wrong parameters therefore yield the
-text of another prompt, with status 200.
+text of another prompt, with status 200. `__main__` opens it beside the HTTP port.
 """
 
 import asyncio

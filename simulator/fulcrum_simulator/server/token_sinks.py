@@ -1,7 +1,8 @@
 """Receive a request's tokens: collected into one JSON response, or streamed as server-sent events.
 
 The step loop calls the sinks directly. A streamed token is formatted and written to the transport in the
-step's own callback: waking a task for each token would cost more than everything else per token.
+step's own callback: waking a task for each token would cost more than everything else per token. `app` makes
+one for each request.
 """
 
 import asyncio

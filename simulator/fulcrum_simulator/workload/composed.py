@@ -7,7 +7,8 @@ completion and chat. All lengths are 2 to 6 times those of the recorded traffic:
 work.
 
 The workloads `tiers…` measure admission. Tenants of three tiers send code and chat. In `tiers-flood` and
-`tiers-prompt-flood`, one more tenant of the lowest tier overloads the service in the middle third.
+`tiers-prompt-flood`, one more tenant of the lowest tier overloads the service in the middle third. `fulcrum
+simulate` and `bench` choose them by name.
 """
 
 import random

@@ -1,4 +1,8 @@
-"""Take out of a recorded workload the prompt tokens that an unlimited prefix cache would save."""
+"""Take out of a recorded workload the prompt tokens that an unlimited prefix cache would save.
+
+`fulcrum bounds` does so with `--prefix-cache`: a bound must hold for engines that have such a cache, too.
+Prefix caches of limited size are part of the engine model.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

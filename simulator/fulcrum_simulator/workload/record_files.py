@@ -1,6 +1,7 @@
 """Reads trace files, plain or gzip, CSV or JSON lines, as records of named fields; see `layouts`.
 
 A file is read line by line, so that its size does not matter, and no line may be longer than a limit.
+`traces` turns the records into requests and checks them.
 """
 
 import csv

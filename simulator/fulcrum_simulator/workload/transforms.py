@@ -1,6 +1,7 @@
 """Transforms of a workload's arrival times: rate, speed, jitter, alternation. Lengths never change.
 
-A higher speed also shortens the phases of the load; a higher rate keeps them.
+A higher speed also shortens the phases of the load; a higher rate keeps them. `fulcrum play`, `fleet.load`
+and `bench` use them.
 """
 
 import math
