@@ -1,4 +1,7 @@
-"""Read manifests from files, check their objects together, and find the shipped manifests."""
+"""Read manifests from files, check their objects together, and find the shipped manifests.
+
+`up`, `play` and `plan` use it; a single object is checked in `fulcrum_core.api.manifest`.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Parses and checks the values of single options; a bad value is an `InvalidInput` that names the option."""
+"""Parses and checks the values of single options; a bad value is an `InvalidInput` that names the option.
+
+The commands call these functions; `__main__` declares the options.
+"""
 
 import os
 from enum import StrEnum

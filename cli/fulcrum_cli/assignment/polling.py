@@ -1,4 +1,7 @@
-"""For `flip` and `drain`: polls until a written change takes effect, is overruled or times out."""
+"""For `flip` and `drain`: polls until a written change takes effect, is overruled or times out.
+
+`writes` makes the change; nothing is written or undone here.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -1,6 +1,7 @@
 """Writes a flip or a cordon of one instance: one conditional write of the PDAssignment, checked first.
 
-Used by `fulcrum flip` and `drain`, and by the flips of `fulcrum play`.
+Used by `fulcrum flip` and `drain`, and by the flips of `fulcrum play`. The checks are
+`fulcrum_core.assignment`'s, and `polling` waits for the effect.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,7 @@
 """`fulcrum bounds`: shows which rates of a recorded workload no scheduler can exceed.
 
-It also shows rates that named disciplines reach. Nothing is started.
+It also shows rates that named disciplines reach. Nothing is started and no policy is simulated: the formulas
+are in `fulcrum_simulator.bounds`, and `simulate` runs policies.
 """
 
 import math

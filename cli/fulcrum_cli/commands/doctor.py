@@ -1,4 +1,8 @@
-"""`fulcrum doctor`: gathers facts about the target, checks them and prints the findings."""
+"""`fulcrum doctor`: gathers facts about the target, checks them and prints the findings.
+
+Reading, checks and grouping are in the package `doctor`. It changes nothing; exit code 1 if there is a
+problem.
+"""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""`fulcrum drain`: cordons an instance or removes the cordon; with `--wait`, polls until it is drained."""
+"""`fulcrum drain`: cordons an instance or removes the cordon; with `--wait`, polls until it is drained.
+
+It changes the assignment only: the pod of a drained instance stays.
+"""
 
 import asyncio
 

@@ -2,6 +2,8 @@
 
 It merges the autoscaler's decision history with the roles in the PDAssignment that the history lacks: those
 by a person or the operator, and those by the autoscaler if it restarted since or is unavailable.
+
+`target` reads both; nothing is changed.
 """
 
 import asyncio

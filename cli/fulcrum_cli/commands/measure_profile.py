@@ -1,4 +1,8 @@
-"""`fulcrum profile`: measures one or two running engines, and writes an engine profile for simulations."""
+"""`fulcrum profile`: measures one or two running engines, and writes an engine profile for simulations.
+
+`fulcrum_simulator.profiling` chooses the points, measures and fits; this module reads the options and prints
+how far each curve is from its fit. It starts no engine.
+"""
 
 import asyncio
 import random

@@ -1,4 +1,7 @@
-"""Report of `fulcrum plan`, as text and as a document: sizes, planned pools and KV transfers. Pure."""
+"""Report of `fulcrum plan`, as text and as a document: sizes, planned pools and KV transfers. Pure.
+
+`plan` plans the engines and prints the report.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass

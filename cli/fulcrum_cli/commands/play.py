@@ -1,4 +1,8 @@
-"""`fulcrum play`: runs a service under load, with a live view or without, and reports the figures."""
+"""`fulcrum play`: runs a service under load, with a live view or without, and reports the figures.
+
+It starts the local run, the page and the recording, and ends them in order; what happens meanwhile is in the
+package `play`.
+"""
 
 import asyncio
 import json

@@ -1,7 +1,8 @@
 """`fulcrum regret`: simulates the requests that the router recorded, as they were served and otherwise.
 
 The router keeps the requests of the last hour in numbers: arrival, lengths, outcome. They are simulated with
-the policy that ran, with others, with each fixed split, and with fewer and more instances.
+the policy that ran, with others, with each fixed split, and with fewer and more instances. Reading them is in
+the package `regret`, simulating in `fulcrum_simulator.fleet`. The service is not touched.
 """
 
 import asyncio

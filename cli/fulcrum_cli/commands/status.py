@@ -1,4 +1,7 @@
-"""`fulcrum status`: prints services as `kubectl get pds` does; a single one with instances and conditions."""
+"""`fulcrum status`: prints services as `kubectl get pds` does; a single one with instances and conditions.
+
+`target.snapshot` reads; nothing is changed.
+"""
 
 import asyncio
 import time

@@ -1,4 +1,7 @@
-"""`fulcrum up --local`: runs a service as processes on this machine until Ctrl-C."""
+"""`fulcrum up --local`: runs a service as processes on this machine until Ctrl-C.
+
+`local.run` starts and ends them. No load is sent: that is `fulcrum play`.
+"""
 
 import asyncio
 from pathlib import Path

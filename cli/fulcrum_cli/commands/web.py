@@ -1,4 +1,7 @@
-"""`fulcrum web`: shows a service of a local run or a cluster, or a recording, in the browser until Ctrl-C."""
+"""`fulcrum web`: shows a service of a local run or a cluster, or a recording, in the browser until Ctrl-C.
+
+The package `web` reads the service and serves the page. Here the page has no buttons that change the service.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine

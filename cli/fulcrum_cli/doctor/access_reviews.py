@@ -1,6 +1,6 @@
 """Asks the API server which permissions the user and Fulcrum's ServiceAccounts have.
 
-The permissions are listed in `permissions`; the checks there judge the results.
+`gather` calls it. The permissions are listed in `permissions`; the checks there judge the results.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
 """Groups findings by cause: a finding that only follows from another is listed as its consequence.
 
-Findings that are causes come first in the report, so that one cause is one problem.
+Findings that are causes come first in the report, so that one cause is one problem. `examine` calls it last,
+with the findings of all checks.
 """
 
 from collections.abc import Collection, Iterable

@@ -1,6 +1,7 @@
 """Checks of the Deployments, pods and Leases that operator, autoscaler and routers run with.
 
-The pods of routers are not checked here but in `examine`, together with those of the engines.
+`examine` calls them with the facts. The pods of routers are not checked here but in `examine`, together with
+those of the engines.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,7 @@
-"""Compares the cluster's CustomResourceDefinitions with those of this program's version."""
+"""Compares the cluster's CustomResourceDefinitions with those of this program's version.
+
+`examine` calls it with the CRDs that `gather` has read. It updates none.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

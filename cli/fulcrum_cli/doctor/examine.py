@@ -1,4 +1,8 @@
-"""Runs all checks that apply to the facts, from the CRDs up to the services, and groups them by cause."""
+"""Runs all checks that apply to the facts, from the CRDs up to the services, and groups them by cause.
+
+The command `doctor` calls it after `gather`. It reads nothing itself; the checks are in the other modules of
+this package.
+"""
 
 from collections.abc import Iterator
 

@@ -7,6 +7,8 @@ read; empty: there are none, or no Deployment is known. `operator_lease` is None
 could not be read: `leases_readable` tells them apart, but only if `operator_deployments` is not empty.
 Services, instances, assignments and tiers are empty if they could not be read. `DoctorFacts.cluster` is
 None for a local run, `DoctorFacts.local` is None for a cluster.
+
+`gather` fills them; the checks read nothing else.
 """
 
 from collections.abc import Mapping, Sequence

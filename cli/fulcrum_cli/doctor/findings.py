@@ -1,4 +1,7 @@
-"""Findings, the results of doctor's checks: severity, what was observed and what to do about it."""
+"""Findings, the results of doctor's checks: severity, what was observed and what to do about it.
+
+The checks return them, `causes` groups them and the command prints them.
+"""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass

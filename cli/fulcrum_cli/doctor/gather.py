@@ -1,7 +1,8 @@
 """Reads the facts for doctor's checks; judges nothing.
 
 A fact about cluster objects is None if the user may not read them, a single object also if it does not exist.
-Our own kinds give an empty list then, because the checks of permissions and CRDs report that.
+Our own kinds give an empty list then, because the checks of permissions and CRDs report that. The command
+`doctor` calls it, and `examine` judges.
 """
 
 import asyncio

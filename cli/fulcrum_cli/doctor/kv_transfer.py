@@ -1,4 +1,8 @@
-"""Check of KV transfers between the instances of a local run, by the router's measurements of each pair."""
+"""Check of KV transfers between the instances of a local run, by the router's measurements of each pair.
+
+`examine` calls it. In a cluster people cannot read the router: there the condition KVTransferVerified says it
+(`services`).
+"""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,8 @@
-"""Permissions that the user and the accounts of operator, autoscaler and routers need, and their checks."""
+"""Permissions that the user and the accounts of operator, autoscaler and routers need, and their checks.
+
+`access_reviews` asks the API server for each, and `examine` has the results judged here. None is granted
+here: the chart's roles do that.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""Checks of pods: a node that fits, images that can be pulled, containers that keep running."""
+"""Checks of pods: a node that fits, images that can be pulled, containers that keep running.
+
+`examine` calls them for engines and routers, `components` for operator and autoscaler.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

@@ -1,6 +1,6 @@
 """Checks of the parts that a request goes through: Service, router, serving instances.
 
-In a local run also of the autoscaler.
+In a local run also of the autoscaler. `examine` calls them; no request is sent.
 """
 
 from collections.abc import Sequence

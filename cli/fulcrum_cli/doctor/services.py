@@ -1,4 +1,8 @@
-"""Checks of one service: status, conditions, progress, tiers, floors, instances, model and KV pairs."""
+"""Checks of one service: status, conditions, progress, tiers, floors, instances, model and KV pairs.
+
+`examine` calls them for each service. They judge what the operator has reported; `routing` has the way of
+requests.
+"""
 
 from collections.abc import Collection, Sequence
 from itertools import permutations

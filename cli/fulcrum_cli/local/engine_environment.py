@@ -1,6 +1,8 @@
 """Finds the environment with vLLM that `make engine` installs, and reads the config.json files of models.
 
 Used by `engines` to start vLLM and by `fulcrum plan` to read a model without a cluster.
+
+It installs nothing.
 """
 
 import functools

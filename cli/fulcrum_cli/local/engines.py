@@ -1,7 +1,8 @@
 """Process specs and facts of the engines of a local run, by engine type.
 
-The adapters in `fulcrum_operator.engines` know a real engine's options. This module adds the machine: the
-engine environment, free ports, local model folders, and that there are CPUs only.
+`run` and `program_commands` ask; the processes are started in `runtime`. The adapters in
+`fulcrum_operator.engines` know a real engine's options. This module adds the machine: the engine environment,
+free ports, local model folders, and that there are CPUs only.
 """
 
 import dataclasses

@@ -1,6 +1,7 @@
 """Which engines a local run starts: simulated ones, unless the manifest or `--engine` says otherwise.
 
-In a cluster a manifest without `engine.type` runs vLLM. This machine has no GPU for it.
+In a cluster a manifest without `engine.type` runs vLLM. This machine has no GPU for it. `up`, `play` and
+every local run change the manifest with it before anything is started.
 """
 
 from enum import StrEnum

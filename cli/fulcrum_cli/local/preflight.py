@@ -1,4 +1,7 @@
-"""Checks of a local run before anything is started: the manifest, and the router's port."""
+"""Checks of a local run before anything is started: the manifest, and the router's port.
+
+`run` and the options of `play` call them; a refusal is one line for the user.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,8 @@
 """Command lines of the programs of a local run: router, autoscaler and engines.
 
 The packages are imported for their names, so that a program that is moved breaks an import here and the
-import contracts see that a local run needs them. Each package's `__init__` imports nothing else.
+import contracts see that a local run needs them. Each package's `__init__` imports nothing else. `run` and
+`runtime` start them.
 """
 
 import sys

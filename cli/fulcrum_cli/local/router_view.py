@@ -1,4 +1,7 @@
-"""`RouterView` of a local run: endpoint and state of the router process."""
+"""`RouterView` of a local run: endpoint and state of the router process.
+
+The operator's reconcile in `run` reads it; a cluster has `fulcrum_operator.controller.router_view`.
+"""
 
 import httpx
 

@@ -1,7 +1,8 @@
 """One local run from start to end: store, operator, engines, router and autoscaler.
 
 The store and the operator's reconcile loop run in the calling process, everything else is a supervised
-process. Leaving the context ends all of it, also after an error or Ctrl-C.
+process. Leaving the context ends all of it, also after an error or Ctrl-C. What to start is decided by the
+operator's plan.
 """
 
 import asyncio

@@ -4,6 +4,8 @@ FOLDER/run.json     addresses of the run's parts (`RunInfo`); exists while the r
 FOLDER/store.sock   socket of the store
 FOLDER/token        token for the router's state port; readable by its owner only
 FOLDER/NAME.log     log of each program
+
+`run` writes it; `target`, and so every command, reads it.
 """
 
 import json

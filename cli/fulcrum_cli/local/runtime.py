@@ -1,4 +1,8 @@
-"""`EngineRuntime` of a local run: one supervised process for each PDInstance."""
+"""`EngineRuntime` of a local run: one supervised process for each PDInstance.
+
+The operator's reconcile in `run` starts and stops engines with it; `play` kills them. A cluster has
+`fulcrum_operator.controller.pods.pod_runtime`.
+"""
 
 import asyncio
 from collections.abc import Callable

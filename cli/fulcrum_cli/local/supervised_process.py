@@ -2,8 +2,8 @@
 
 Fulcrum's programs print one line with their ports on standard output (`ready {json}`) and log to standard
 error. Other programs get their ports as arguments and are polled for their health. Stopping is SIGTERM, then
-SIGKILL after a grace period. When a process has ended, its child processes are killed and its temporary
-files are deleted.
+SIGKILL after a grace period. When a process has ended, its child processes are killed and its temporary files
+are deleted. `run` has one for router and autoscaler each, `runtime` one for each engine.
 """
 
 import asyncio

@@ -1,6 +1,8 @@
 """Merges the histograms of how late the simulated engines' steps were, over all engines and restarts.
 
 An engine's counts start at zero after a restart, so the last counts of its former processes are kept.
+
+`observer` scrapes and records; the view and the report say that the machine is too slow.
 """
 
 from collections import Counter

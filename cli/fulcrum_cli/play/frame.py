@@ -1,4 +1,7 @@
-"""The frame: plain values of a run at one time. `frame_builder` makes it, `view` draws it."""
+"""The frame: plain values of a run at one time. `frame_builder` makes it, `view` draws it.
+
+It holds no logic but sums over its instances.
+"""
 
 from dataclasses import dataclass, field
 

@@ -1,6 +1,7 @@
 """Builds the frame that `fulcrum play` draws in the terminal and writes with `--snapshot`. Pure.
 
-The live page (`play --web`) does not use it: `web.page_model` builds the page.
+The live page (`play --web`) does not use it: `web.page_model` builds the page. `session` asks for a frame for
+each drawing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

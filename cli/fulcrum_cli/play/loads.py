@@ -10,6 +10,8 @@ One such instance prefills about 3,000 tokens a second, and within 50 ms a token
 * bursty: bursts that need nearly all instances for prefill, and pauses.
 * tiers: code and chat of tenants of three tiers, half of what the service can serve (`CAPACITY_RPS`).
 * tiers-flood: the same requests, and one more tenant of the lowest tier sends five times what it can serve.
+
+`session` makes the load of a key or button; recorded workloads are read in `options`.
 """
 
 import heapq

@@ -1,7 +1,7 @@
 """Follows a running service through its public interfaces, for the live view and the report.
 
 These are watches of the store, the router's state port, the autoscaler's `/decisions` and the engines'
-`/metrics`.
+`/metrics`. `session` reads what it has seen; it changes nothing in the service.
 """
 
 import asyncio

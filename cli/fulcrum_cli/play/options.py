@@ -1,4 +1,7 @@
-"""Parses and checks the options of `fulcrum play` before anything starts."""
+"""Parses and checks the options of `fulcrum play` before anything starts.
+
+`__main__` and the command `play` call it; it reads the manifest and the trace, and opens nothing else.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,6 +1,7 @@
 """Carries out the buttons of the live page in `play`: change the load; flip, drain or kill an instance.
 
-`web.server` calls it. With `fulcrum web` the page has no such buttons.
+`web.server` calls it. With `fulcrum web` the page has no such buttons. `commands.play` hands it to the page's
+server.
 """
 
 from collections.abc import Mapping

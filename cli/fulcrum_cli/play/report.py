@@ -1,4 +1,7 @@
-"""The figures of a run, as JSON for programs and as a summary for people. Pure."""
+"""The figures of a run, as JSON for programs and as a summary for people. Pure.
+
+`session` computes them at the end, and the command `play` prints them.
+"""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

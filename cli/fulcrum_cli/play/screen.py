@@ -1,6 +1,8 @@
 """Draws frames on the terminal's alternate screen, and reads keys.
 
 It draws only `FRAMES_PER_S` times a second, since it may share two processors with eight engines.
+
+The command `play` runs both; what a frame looks like is `view`'s, and what a key does is `session`'s.
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""For `play`: makes flips one after the other (--flips) and kills engines at an interval (--kill-every)."""
+"""For `play`: makes flips one after the other (--flips) and kills engines at an interval (--kill-every).
+
+`session` runs both beside the load. A flip is one checked assignment write; nothing forces a refused one.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence

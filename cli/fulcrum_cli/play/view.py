@@ -5,6 +5,8 @@ names of up to 17 characters. Of a name that is too long, the end is shown.
 
 Prefill is orange and decode is blue, which colour-blind people can distinguish. In role histories the two
 also differ in height.
+
+`screen` calls `draw`; all figures come from the frame.
 """
 
 from collections.abc import Iterable, Sequence

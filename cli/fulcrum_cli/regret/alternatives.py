@@ -1,4 +1,7 @@
-"""What else could have served the recorded traffic: other policies, splits and numbers of instances."""
+"""What else could have served the recorded traffic: other policies, splits and numbers of instances.
+
+The command `regret` lists them and runs each in the simulator; here they are only options of a run.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,6 +1,7 @@
 """Parses the requests that a router recorded, from its page `/requests` or a saved one, into a workload.
 
 Tier and tenant of a request are not kept: the simulation gives all requests the objectives of the service.
+The command `regret` fetches the page and simulates.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""Parses and checks the options of `fulcrum simulate`, and reads profile and workload, before it runs."""
+"""Parses and checks the options of `fulcrum simulate`, and reads profile and workload, before it runs.
+
+`__main__` parses and the command `simulate` runs; the options of one run are `fulcrum_simulator.fleet`'s.
+"""
 
 from dataclasses import dataclass
 from importlib.util import find_spec

@@ -1,4 +1,7 @@
-"""What the requests of a simulated run do at a time, in the figures that the live page shows. Pure."""
+"""What the requests of a simulated run do at a time, in the figures that the live page shows. Pure.
+
+`page_states` asks second by second. In a running service the router's metrics say this.
+"""
 
 import math
 from collections import Counter, deque

@@ -2,6 +2,8 @@
 
 Instances, assignment and traffic are built as the page observes those of a running service. The work of an
 instance comes from the times of its requests: what the router predicted then is not kept.
+
+The command `simulate` writes them with `web.recording`.
 """
 
 import math

@@ -1,4 +1,7 @@
-"""Draws simulated runs over time as one HTML file that needs no network: roles, queues, KV, attainment."""
+"""Draws simulated runs over time as one HTML file that needs no network: roles, queues, KV, attainment.
+
+The command `simulate` calls it. All values come from `fulcrum_simulator.fleet.timeline`.
+"""
 
 from collections.abc import Sequence
 from html import escape

@@ -1,4 +1,7 @@
-"""A progress bar over simulated runs, on standard error and only if that is a terminal."""
+"""A progress bar over simulated runs, on standard error and only if that is a terminal.
+
+The commands `simulate` and `regret` pass it to `policy_runs`.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

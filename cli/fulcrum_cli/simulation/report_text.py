@@ -1,4 +1,7 @@
-"""Writes the figures of simulated runs as lines and tables for people."""
+"""Writes the figures of simulated runs as lines and tables for people.
+
+The command `simulate` prints them; the figures are computed in `fulcrum_simulator.fleet.report`.
+"""
 
 from collections.abc import Sequence
 from statistics import fmean, median

@@ -1,6 +1,7 @@
 """Client of the autoscaler's `/decisions`: directly in a local run, through the API server in a cluster.
 
-The API server's proxy makes port forwarding unnecessary.
+The API server's proxy makes port forwarding unnecessary. `connection` chooses between the two; `play` and the
+page's sources ask a local run's directly.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,7 @@
 """Reads context, server and namespace from kubeconfig files; `fulcrum_cluster` connects with them.
 
-Several files in KUBECONFIG are merged as kubectl does: the first entry of each name counts.
+Several files in KUBECONFIG are merged as kubectl does: the first entry of each name counts. `selection` uses
+it to choose and print the target.
 """
 
 import os

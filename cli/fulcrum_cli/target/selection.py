@@ -6,6 +6,8 @@
 4. else, inside a pod, the cluster of this pod.
 
 Every command prints its target.
+
+`connection` then connects.
 """
 
 import importlib.util

@@ -1,4 +1,7 @@
-"""Reads all that is known of one service at one time, for `status` and `explain`."""
+"""Reads all that is known of one service at one time, for `status` and `explain`.
+
+`connection` makes the requests. What could not be read is None; nothing is judged.
+"""
 
 from dataclasses import dataclass
 from typing import Any

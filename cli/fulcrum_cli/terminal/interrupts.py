@@ -1,4 +1,7 @@
-"""Runs a callback on Ctrl-C, SIGTERM and SIGHUP, inside the asyncio event loop."""
+"""Runs a callback on Ctrl-C, SIGTERM and SIGHUP, inside the asyncio event loop.
+
+`up`, `play` and `web` end with it; other commands end at once, as Python does.
+"""
 
 import asyncio
 import signal

@@ -1,4 +1,7 @@
-"""Chooses where this process writes its log. A local run executes the operator's code in this process."""
+"""Chooses where this process writes its log. A local run executes the operator's code in this process.
+
+`up`, `play` and `web` call it; the other processes of a run have log files of their own.
+"""
 
 import logging
 import os

@@ -1,4 +1,7 @@
-"""Formats what several commands print: documents for programs; durations, tables and lines for people."""
+"""Formats what several commands print: documents for programs; durations, tables and lines for people.
+
+Commands print the result themselves. What only one command shows is formatted there.
+"""
 
 import json
 from collections.abc import Mapping, Sequence

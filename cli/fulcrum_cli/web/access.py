@@ -8,6 +8,8 @@ Three checks refuse them:
 * Origin and Sec-Fetch-Site, which browsers set, must name this page; they may be missing.
 * The token is a secret that other users of this machine do not know. It is in the address after `#`, which
   browsers do not send to servers.
+
+`server` asks before each response.
 """
 
 import secrets

@@ -1,7 +1,8 @@
 """Sends each new state of a service to all open pages. A page that reads slowly skips states.
 
 Every page has a queue of `QUEUE_MAX` states; the oldest is dropped for a new one. So a page that stops
-reading costs little memory and slows nothing down.
+reading costs little memory and slows nothing down. `feed` or `replay` sends, and `server` has a queue for
+each connection.
 """
 
 import asyncio

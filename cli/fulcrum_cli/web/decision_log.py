@@ -2,6 +2,8 @@
 
 Assigned roles come from the PDAssignment, whoever wrote them. Flips that the autoscaler refused or advised
 are not written there; they come from its decision history.
+
+`feed` and the recorded simulation keep one, and `page_model` shows it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

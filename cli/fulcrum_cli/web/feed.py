@@ -1,6 +1,7 @@
 """Reads one service for all open pages: watches of its objects, and polls of router and autoscaler.
 
-Nothing is polled while no page is open.
+Nothing is polled while no page is open. `fulcrum web` and `play` run it; `page_model` makes a page of what it
+has read, and `broadcast` sends that.
 """
 
 import asyncio

@@ -1,6 +1,8 @@
 """Builds what the page shows from what was observed of a service. Pure.
 
 The result is JSON for `web/src/model.ts`, which names and documents the same fields.
+
+`feed` calls it twice a second, `simulation.page_states` for a simulated run.
 """
 
 import re

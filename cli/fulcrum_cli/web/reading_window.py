@@ -1,6 +1,8 @@
 """Rates and latencies of the last seconds, from the counts in successive readings of a router. Pure.
 
 Rates are those of the last `FLOW_WINDOW_S` seconds; latencies and attainment those of the whole window.
+
+`feed` adds each reading. The operator's SLO attainment has a window of its own.
 """
 
 from collections import deque

@@ -1,4 +1,7 @@
-"""Replays recorded states of the live page: at what time it is, how fast it goes, and the page's buttons."""
+"""Replays recorded states of the live page: at what time it is, how fast it goes, and the page's buttons.
+
+`fulcrum web --replay` runs it; `server` calls `run_action`.
+"""
 
 import asyncio
 from bisect import bisect_right

@@ -1,6 +1,7 @@
 """One reading of a router's metrics: the few families that the live page shows. Pure.
 
 The metrics are the same in a local run and in a cluster, where the state port takes no token of a person.
+`sources` fetches the text, and `feed` parses it here.
 """
 
 import math

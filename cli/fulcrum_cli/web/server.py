@@ -3,6 +3,9 @@
 GET  /             the page and its script, style and icon; none holds a secret
 GET  /api/states   server-sent events, one state each; needs the token
 POST /api/actions  {"action": …}; needs the token, and exists only with `play --web` and `web --replay`
+
+`fulcrum web` and `play` start it. What a page shows comes from `broadcast`, what a button does from
+`run_action`.
 """
 
 import asyncio

@@ -1,6 +1,8 @@
 """Where the live page reads router and autoscaler: directly in a local run, else through the API server.
 
 `fulcrum regret` reads the recorded requests of a cluster's router with `ClusterRouter`, too.
+
+The commands open a source, and `feed` polls it.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
