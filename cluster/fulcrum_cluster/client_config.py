@@ -1,6 +1,7 @@
 """Address, TLS context and bearer token of a store, and where a pod finds those of its own API server.
 
-`client.resolve_client_config` chooses by the value of `--store`; `kubeconfig` reads kubectl's files.
+`client.resolve_client_config` chooses by the value of `--store`; `kubeconfig` reads kubectl's files. Nothing
+is connected here.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The system's clocks, for shells. Pure code takes the time as an argument."""
+"""The system's clocks, for shells. Pure code takes the time as an argument; tests have their own clocks."""
 
 import time
 

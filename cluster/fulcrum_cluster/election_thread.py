@@ -1,7 +1,8 @@
 """A leader election in a thread with an event loop of its own: a busy program delays no renewal of its Lease.
 
 When hundreds of objects change together, the event loop of a leader is busy for seconds, and a renewal takes
-several of its turns. A program whose event loop has not turned for longer hangs: it loses its Lease.
+several of its turns. A program whose event loop has not turned for longer hangs: it loses its Lease. The
+operator runs its election so; routers are never as busy and use `leader_election` directly.
 """
 
 import asyncio

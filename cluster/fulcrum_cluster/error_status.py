@@ -1,7 +1,7 @@
 """Converts our errors to Kubernetes' Status objects and back, for `store_server` and `client`.
 
 API servers word a refusal differently for a schema, a CEL rule, strict decoding, an apply and the authorizer;
-only this module parses those texts.
+only this module parses those texts. Whether to retry is decided by callers.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The bounded log of a `MemoryStore`'s changes, from which its watches read.
 
 A watch is a position in the log, so a slow watch costs no memory and needs no subscription. A watch that
-falls behind the start of the log gets `Gone` and must list again.
+falls behind the start of the log gets `Gone` and must list again. Only `memory_store` uses it.
 """
 
 import asyncio

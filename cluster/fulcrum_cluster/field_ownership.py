@@ -1,8 +1,9 @@
 """Field ownership of server-side apply, for `MemoryStore`: the part of Kubernetes' rules that our kinds need.
 
 A document is a tree of nodes: each key of an object, and each item of a keyed list (pools by name, owner
-references by uid); any other list is one value. A field manager owns a set of node paths. Writers that do
-not apply (create, patch) share one manager, `UPDATE_MANAGER`, which owns the fields that they change.
+references by uid); any other list is one value. A field manager owns a set of node paths. Writers that do not
+apply (create, patch) share one manager, `UPDATE_MANAGER`, which owns the fields that they change. Pure;
+`fulcrum_operator.controller.field_ownership` reads the ownership that a real API server reports.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,8 @@
-"""Kubernetes objects as dictionaries: their kinds, and `ObjectApi`, the port to access them."""
+"""Kubernetes objects as dictionaries: their kinds, and `ObjectApi`, the port to access them.
+
+`client.RestObjects` implements the port, and tests have a fake. Our own kinds have a typed store
+(`fulcrum_core.ports`).
+"""
 
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass

@@ -1,6 +1,7 @@
 """Start and end of every program: command line errors, token file, sockets, ready line, parent process.
 
-It imports nothing else of this room, because the simulated engine server uses it too.
+The `__main__` modules and `program` modules of all rooms call these functions. It imports nothing else of
+this room, because the simulated engine server uses it too.
 """
 
 import argparse

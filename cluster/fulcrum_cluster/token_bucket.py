@@ -1,4 +1,8 @@
-"""Limits the request rate of one program, so that a bug of ours cannot overload the API server."""
+"""Limits the request rate of one program, so that a bug of ours cannot overload the API server.
+
+`transport` takes a token for each request. Rate limits of clients are the router's
+(`policy.tiers.rate_limits`).
+"""
 
 import asyncio
 import time

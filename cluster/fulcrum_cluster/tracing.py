@@ -1,7 +1,7 @@
 """Send the spans of one program to an OTLP receiver, over HTTP and in the background.
 
 Off unless the environment names a receiver, by OpenTelemetry's own variables. Its SDK is the extra `tracing`,
-and is imported only then.
+and is imported only then. Router, operator and autoscaler send by it; what a span says is decided there.
 """
 
 import asyncio

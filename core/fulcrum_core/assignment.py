@@ -4,6 +4,8 @@ Writers check before they write. Routers check what they receive, because a pers
 object. Both use the times in the object and not their clocks, so that they agree when they observe the same
 serving instances. The reader's clock is used in two places: to refuse a date in the future, and to find out
 whether a pin may be removed.
+
+Nothing is written here: see `fulcrum_cluster.assignment_write`.
 """
 
 from collections.abc import Collection, Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Format counts and lists for messages."""
+"""Format counts and lists for messages, so that all programs write "1 instance" and "2 instances" alike."""
 
 from collections.abc import Sequence
 

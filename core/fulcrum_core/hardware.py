@@ -1,6 +1,7 @@
 """Accelerators: a table of known devices, which a manifest can override.
 
-Memory is what the driver reports, in bytes; rates are peaks of one device at 16 bits, without sparsity.
+Memory is what the driver reports, in bytes; rates are peaks of one device at 16 bits, without sparsity. The
+operator's engine adapters, `fulcrum plan` and the router's first predictions read it.
 """
 
 from dataclasses import dataclass, replace

@@ -1,4 +1,8 @@
-"""Decides which engines can exchange KV blocks, and groups instances by it (compatibility groups)."""
+"""Decides which engines can exchange KV blocks, and groups instances by it (compatibility groups).
+
+Router, operator and the rules of the PDAssignment ask, by the identities that the operator has found. No
+transfer is tried here.
+"""
 
 from collections.abc import Mapping
 from functools import lru_cache

@@ -1,4 +1,7 @@
-"""JSON merge patches (RFC 7386): stores apply them, writers create them from a changed copy."""
+"""JSON merge patches (RFC 7386): stores apply them, writers create them from a changed copy.
+
+Documents are plain dictionaries here; conflicts and ownership of fields are the stores'.
+"""
 
 from collections.abc import Mapping
 from typing import Any

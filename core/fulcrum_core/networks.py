@@ -1,4 +1,7 @@
-"""Parse IP networks as users write them, and find out whether an address is in one of them."""
+"""Parse IP networks as users write them, and find out whether an address is in one of them.
+
+The router finds trusted proxies with it; the operator checks what users wrote.
+"""
 
 import ipaddress
 

@@ -1,6 +1,7 @@
 """Texts for pydantic's validation errors in the form of `InvalidInput`: a rule for a user, on one line.
 
-Used wherever input of users or other programs is parsed: manifests, stored objects, engine profiles.
+Used wherever input of users or other programs is parsed: manifests, stored objects, engine profiles. The
+rules themselves are in the models.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The values that policies, plans and the API share.
 
-All are frozen: a decision is a frozen value made from frozen values. Seconds, tokens and bytes are
-named in the suffix.
+All are frozen: a decision is a frozen value made from frozen values. Seconds, tokens and bytes are named in
+the suffix. No decision is made here.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Verdict: the result of `may_apply` and `can_transfer`, allowed or not, with the reason."""
+"""Verdict: the result of `may_apply` and `can_transfer`, allowed or not, with the reason for people."""
 
 from dataclasses import dataclass
 

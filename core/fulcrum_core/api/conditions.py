@@ -1,7 +1,8 @@
 """Types and reasons of conditions: the constants that programs match on.
 
 A type names a state that lasts; a reason says in one word why it is True or False. Messages are for people
-and are written in the module that computes the condition.
+and are written in the module that computes the condition. The operator uses the constants, doctor and
+`status` read them, and the reference page of the conditions is made from their docstrings.
 """
 
 READY = "Ready"

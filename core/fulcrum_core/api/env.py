@@ -1,7 +1,8 @@
 """Environment variables of engines: a literal, or a reference to a Secret, a ConfigMap or a field of the pod.
 
 Specs are copied into PDPools, PDInstances and status, which many users may read. So a literal that looks like
-a token is refused in a PDService; a reference keeps the token in its Secret.
+a token is refused in a PDService; a reference keeps the token in its Secret. `engine` and `pdpool` use these
+types, and the operator's manifests turn them into Kubernetes' own.
 """
 
 import re

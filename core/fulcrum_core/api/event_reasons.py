@@ -1,6 +1,7 @@
 """Reasons of the Events that the operator writes: the constants that programs match on.
 
-A failure cause of the condition Degraded is an Event, too, with the cause's reason: see `conditions`.
+`fulcrum_operator.controller.events` has the messages. A failure cause of the condition Degraded is an Event,
+too, with the cause's reason: see `conditions`.
 """
 
 ROLE_FLIPPED = "RoleFlipped"

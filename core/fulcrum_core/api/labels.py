@@ -1,4 +1,8 @@
-"""Labels by which operator, router and CLI find each other's objects and those of the chart."""
+"""Labels by which operator, router and CLI find each other's objects and those of the chart.
+
+The operator and the chart set them. Only constants; labels that nobody selects by are in
+`fulcrum_operator.manifests`.
+"""
 
 SERVICE_LABEL = "fulcrum.dev/service"
 """Label with the name of the service: on pools, instances, engine pods and model reader pods."""

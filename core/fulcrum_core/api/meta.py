@@ -1,4 +1,7 @@
-"""Base of all kinds: metadata, conditions, and the formats of durations and times."""
+"""Base of all kinds: metadata, conditions, and the formats of durations and times.
+
+Every kind is a `Resource`, and every part of a spec an `ApiModel`. Nothing here knows a single kind.
+"""
 
 import functools
 import math

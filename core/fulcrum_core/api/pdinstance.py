@@ -1,4 +1,7 @@
-"""PDInstance: one engine of a service. Its status is observed; its desired role is in the PDAssignment."""
+"""PDInstance: one engine of a service. Its status is observed; its desired role is in the PDAssignment.
+
+The operator writes it; users only read it.
+"""
 
 from typing import Annotated, Any, ClassVar, Literal
 

@@ -1,4 +1,8 @@
-"""PDService: the kind that a user writes. Every field but the model has a default."""
+"""PDService: the kind that a user writes. Every field but the model has a default.
+
+Parts of the spec are in `engine`, `pdpool`, `replacement` and `router`. The operator reads it and writes the
+status. Rules that need other objects are checked by the operator's plan, not here.
+"""
 
 import re
 from typing import ClassVar, Literal, Self

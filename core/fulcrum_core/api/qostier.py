@@ -1,4 +1,7 @@
-"""QoSTier: priority and latency objectives of a class of requests."""
+"""QoSTier: priority and latency objectives of a class of requests. A user writes it; a PDService names it.
+
+The router serves by it (`fulcrum_router.settings`), and the operator checks that tiers fit each other.
+"""
 
 from typing import Annotated, ClassVar, Literal, Self
 

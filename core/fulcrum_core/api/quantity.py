@@ -1,4 +1,7 @@
-"""Quantities as Kubernetes writes them: any resource as a number, and sizes in bytes as an API field."""
+"""Quantities as Kubernetes writes them: any resource as a number, and sizes in bytes as an API field.
+
+The kinds, the operator's manifests and doctor parse with these functions.
+"""
 
 import re
 from typing import Annotated, Any

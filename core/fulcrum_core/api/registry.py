@@ -1,4 +1,4 @@
-"""The list of our kinds, for stores, manifests and CRDs."""
+"""The list of our kinds, for stores, manifests and CRDs. A new kind is entered here."""
 
 from fulcrum_core.api.meta import Resource
 from fulcrum_core.api.pdassignment import PDAssignment

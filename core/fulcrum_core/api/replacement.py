@@ -1,4 +1,7 @@
-"""How instances of a service are drained, replaced and moved: parts of a PDService's spec."""
+"""How instances of a service are drained, replaced and moved: parts of a PDService's spec.
+
+The operator's plan (`rollout`, `disruption_budget`, `departing_nodes`) follows them.
+"""
 
 from typing import Literal, Self
 

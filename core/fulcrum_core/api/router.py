@@ -1,4 +1,8 @@
-"""Settings of a service's routers: callers, waits for engines and for prefill, TLS and pods."""
+"""Settings of a service's routers: callers, waits for engines and for prefill, TLS and pods.
+
+Part of a PDService's spec. The router resolves them in `fulcrum_router.settings`, the operator in its
+manifests.
+"""
 
 from typing import Annotated, Self
 

@@ -1,7 +1,8 @@
 """Parse a model's config.json of Hugging Face into `ModelFacts`, for memory sizes and engine settings.
 
 Model families name the same fact differently, and some facts follow from others. Only the keys that sizes and
-settings need are read. A required key that is missing and cannot be derived is an error that names it.
+settings need are read. A required key that is missing and cannot be derived is an error that names it. Files
+are read by the callers.
 """
 
 from collections.abc import Mapping

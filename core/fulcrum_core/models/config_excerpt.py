@@ -1,4 +1,7 @@
-"""The part of a model's config.json that its facts follow from: short enough to be kept in an object."""
+"""The part of a model's config.json that its facts follow from: short enough to be kept in an object.
+
+The model reader pod makes it, the status of a PDService keeps it, and `config` parses it as the whole file.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,8 @@
-"""Whether a model fits the hardware it is to run on, and how much KV cache is left."""
+"""Whether a model fits the hardware it is to run on, and how much KV cache is left.
+
+`fulcrum plan`, the vLLM adapter and the condition ModelFits ask. It is an estimate: an engine that serves is
+right.
+"""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,7 @@
 """Counts a model's parameters from its shape; within a percent of what is published.
 
 Norms, biases and multi-token-prediction layers are left out: less than a percent, and the last are not
-loaded.
+loaded. `config` calls it: config.json does not name the number.
 """
 
 from collections.abc import Mapping

@@ -2,6 +2,8 @@
 
 For L layers, H_kv heads of D values and b bytes a value, the KV of N tokens takes 2·L·N·(H_kv·D)·b; latent
 attention keeps one vector a layer instead and every tensor-parallel rank has all of it.
+
+`fit`, the vLLM adapter and `fulcrum plan` compute with them.
 """
 
 import math
