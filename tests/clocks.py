@@ -1,4 +1,7 @@
-"""The clocks of tests: each implements `fulcrum_core.ports.Clock`."""
+"""The clocks of tests: each implements `fulcrum_core.ports.Clock`, and only the test moves its time.
+
+Tests of loops on asyncio's own time use `looptime` or `simulation/virtual_time.py` instead.
+"""
 
 import asyncio
 from dataclasses import dataclass

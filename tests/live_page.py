@@ -1,6 +1,7 @@
 """A service of any size for tests of the live page: objects in a store, and metrics as a router writes them.
 
-Every figure is a function of the time, so that a page shows the same for the same time.
+`bench/live_page.py` uses it, too. Every figure is a function of the time, so that a page shows the same for
+the same time. There is no engine and no request.
 """
 
 import math

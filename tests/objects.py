@@ -1,4 +1,7 @@
-"""Objects as users write them, so that a test names only kind, name and spec."""
+"""Objects as users write them, so that a test names only kind, name and spec.
+
+Tests of stores, local runs and the router use it; the operator's tests have `unit/operator/builders.py`.
+"""
 
 from collections.abc import Mapping
 from typing import Any

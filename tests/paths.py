@@ -1,4 +1,4 @@
-"""Folders that tests read from, wherever the test itself lies."""
+"""Folders that tests read from, wherever the test itself lies: repository, golden files, fixtures, traces."""
 
 from pathlib import Path
 

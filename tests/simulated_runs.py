@@ -1,4 +1,4 @@
-"""Short simulated runs, for tests of what is shown of them."""
+"""Short simulated runs, for tests of what is shown of them: the live page's states, and the plot."""
 
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Slo

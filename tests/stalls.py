@@ -1,4 +1,8 @@
-"""How long one turn of the event loop works: everything else waits that long."""
+"""Measures how long one turn of the event loop works: everything else waits that long.
+
+The router's tests of large bodies bound it. A turn is measured in processor time, so that a busy machine does
+not show.
+"""
 
 import asyncio
 import gc

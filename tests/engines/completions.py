@@ -1,4 +1,7 @@
-"""Requests to real engines, and the token ids of their responses."""
+"""Requests to real engines, and the token ids of their responses. Every test of level 5 sends with it.
+
+It goes through the router or directly to an engine; the expected tokens are those of one engine alone.
+"""
 
 import json
 import random

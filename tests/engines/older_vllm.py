@@ -1,4 +1,8 @@
-"""Program that runs vLLM and reports an older version of vLLM."""
+"""A program, as text, that runs vLLM and reports an older version of vLLM.
+
+`conftest.py` starts an engine with it, so that `test_incompatible_engines` has two engines with different
+identities.
+"""
 
 OLDER_VLLM_VERSION = "0.31.0"
 OLDER_VLLM_PROGRAM = f"""

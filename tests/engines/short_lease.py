@@ -1,4 +1,7 @@
-"""Spec of a service with user arguments: a short KV lease, smaller blocks, little memory."""
+"""Spec of a service with user arguments: a short KV lease, smaller blocks, little memory.
+
+`conftest.py` starts one such service; tests of expired leases and overwritten blocks use it.
+"""
 
 import json
 

@@ -1,4 +1,7 @@
-"""The chart: rendered objects, rejected values, and permissions of the components."""
+"""The chart: rendered objects, rejected values, and permissions of the components.
+
+Helm itself renders it, without a cluster; a real API server takes it in `tests/kubernetes`.
+"""
 
 import importlib.util
 import json

@@ -1,5 +1,6 @@
-"""A simulated cluster for the operator's plan: objects in dictionaries, a clock, engines that start, die or
-get lost.
+"""A simulated cluster for the operator's plan: objects in dictionaries, a clock, and engines that fail.
+
+The tests apply each plan to it, as the controller would. Engines start, die or get lost when a test says so.
 """
 
 import math

@@ -1,4 +1,7 @@
-"""The history of a simulation run: its events in order, which the checkers judge, and their digest."""
+"""The history of a simulation run: its events in order, and their digest, by which two runs are compared.
+
+`control_loop` records it, and the checkers judge it.
+"""
 
 import hashlib
 from collections.abc import Callable, Iterator

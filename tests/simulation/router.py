@@ -1,7 +1,7 @@
 """The router of the simulated control loop: watches, state port and probes around the shipped journeys.
 
 Roles come from watches of the store and are accepted by `may_apply`. Requests are
-`fulcrum_simulator.routing`'s; legs go to engine processes in memory.
+`fulcrum_simulator.routing`'s; legs go to engine processes in memory. `control_loop` starts it.
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""The scenarios of the simulation: load, faults and duration, all drawn from the seed."""
+"""The scenarios of the simulation: load, faults and duration, all drawn from the seed.
+
+`control_loop.simulate` runs them; the shipped loads of `play` are others.
+"""
 
 import random
 from collections.abc import Iterable

@@ -1,6 +1,7 @@
 """Adds the compiled modules to the wheel if FULCRUM_COMPILED=1; without it the wheel is pure Python.
 
-The sources are in the wheel either way, and run where the compiled files do not fit the interpreter.
+hatch calls it for each wheel (`pyproject.toml`), and `build` compiles. The sources are in the wheel either
+way, and run where the compiled files do not fit the interpreter.
 """
 
 import os

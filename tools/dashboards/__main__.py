@@ -1,4 +1,4 @@
-"""Write the dashboards: `python -m tools.dashboards FOLDER`."""
+"""Write the dashboards: `python -m tools.dashboards FOLDER`, which `make generate` calls."""
 
 import sys
 from pathlib import Path

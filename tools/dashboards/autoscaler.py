@@ -1,4 +1,4 @@
-"""Dashboard Autoscaler: what it sees, and what it decides and does."""
+"""Dashboard Autoscaler: what it sees, and what it decides and does. `__main__` calls `build`."""
 
 from tools.dashboards.panels import Panel, build_dashboard, lines
 from tools.dashboards.queries import RATE, SELECTOR, Query, largest, quantiles_of_all, rate

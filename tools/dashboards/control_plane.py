@@ -1,4 +1,7 @@
-"""Dashboard Control plane: operators, active routers, reconciles, and the memory of the router."""
+"""Dashboard Control plane: operators, active routers, reconciles, and the memory of the router.
+
+`__main__` calls `build`. Engines are on the dashboard Instances, requests on Service.
+"""
 
 from tools.dashboards.panels import Panel, build_dashboard, figure, lines, timeline
 from tools.dashboards.queries import RATE, SELECTOR, Query, largest, quantiles_of_all, rate

@@ -1,4 +1,7 @@
-"""Dashboard Cost: GPU hours, and the cost of output tokens."""
+"""Dashboard Cost: GPU hours, and the cost of output tokens by a price that the user types in.
+
+`__main__` calls `build`.
+"""
 
 from tools.dashboards.panels import Panel, build_dashboard, figure, lines
 from tools.dashboards.queries import RATE, SELECTOR, Query

@@ -1,4 +1,4 @@
-"""Dashboard Instances: role, load and health of each instance."""
+"""Dashboard Instances: role, load and health of each instance. `__main__` calls `build`."""
 
 from tools.dashboards.panels import ROLE_COLORS, Panel, build_dashboard, heat_map, lines, timeline
 from tools.dashboards.queries import SELECTOR, Query, largest

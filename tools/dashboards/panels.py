@@ -1,6 +1,8 @@
 """Build Grafana's JSON: panels whose description says what to do, and the dashboard around them.
 
 The types of Grafana's SDK check the layout of the file, not the queries. Schema version 41.
+
+The modules of the dashboards call it; it knows no metric.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""PromQL of the dashboards: the labels that queries select by, and the queries that several panels share."""
+"""PromQL of the dashboards: the labels that queries select by, and the queries that several panels share.
+
+Tests run all of them against a real Prometheus.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Dashboard Service: SLO attainment, latency, work and failures of one service."""
+"""Dashboard Service: SLO attainment, latency, work and failures of one service. `__main__` calls `build`."""
 
 from tools.dashboards.panels import Panel, build_dashboard, lines
 from tools.dashboards.queries import (

@@ -1,4 +1,7 @@
-"""Dashboard Tiers and tenants: what each tier was promised and got, and the callers that were refused."""
+"""Dashboard Tiers and tenants: what each tier was promised and got, and the callers that were refused.
+
+`__main__` calls `build`.
+"""
 
 from dataclasses import replace
 

@@ -2,6 +2,8 @@
 
 Tests look many times a second. A connection of its own for each look would cost both sides a TLS handshake,
 which is most of what such a request costs.
+
+`cluster` and the tests ask with it; Fulcrum's programs use their own client.
 """
 
 import contextlib

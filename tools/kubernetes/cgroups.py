@@ -1,4 +1,7 @@
-"""Creates and removes the cgroups of a cluster: one folder per node under each controller of cgroup v1."""
+"""Creates and removes the cgroups of a cluster: one folder per node under each controller of cgroup v1.
+
+`cluster` calls it; a node's kubelet puts its pods below. Limits are Kubernetes' own.
+"""
 
 import os
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Flags of each control plane component, and why they differ from those of a normal cluster."""
+"""Flags of each control plane component, and why they differ from those of a normal cluster.
+
+`cluster` starts the components with them.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -3,6 +3,8 @@
 `build_pause_image`: what a node needs; `build_system_image`: what stands beneath a virtual environment that
 is mounted. Import
 with `ctr -n k8s.io images import`.
+
+`cluster` and `tools/image` call it.
 """
 
 import hashlib

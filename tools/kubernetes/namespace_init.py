@@ -2,6 +2,8 @@
 
 The socket was opened before the namespaces were made, so it keeps the network outside; what is dialled here
 is inside. Kept apart from cluster.py so that it imports little and starts at once.
+
+`machine` starts it; `cluster` reaches an API server inside through the socket.
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""Certificates and kubeconfigs of a test cluster: ECDSA keys, valid for ten days, 0.1 s for all of them."""
+"""Certificates and kubeconfigs of a test cluster: ECDSA keys, valid for ten days, 0.1 s for all of them.
+
+`cluster` issues them at its start. Never for a cluster that others use: the keys are plain files.
+"""
 
 import base64
 import datetime

@@ -2,6 +2,8 @@
 
 The program is kept, not the build: its folder is keyed by the version and by what it is made from, so two
 checkouts and two test runs share it, and a changed source never meets an old program.
+
+`cluster` asks for the program, and tests are skipped with the reason if `check_machine` refuses.
 """
 
 import fcntl

@@ -1,4 +1,7 @@
-"""Waits for a condition of other processes, with a deadline and a description for the error."""
+"""Waits for a condition of other processes, with a deadline and a description for the error.
+
+Test clusters, their tests and `bench` use it, without an event loop; `tests/waiting.py` is for tests on one.
+"""
 
 import http.client
 import time

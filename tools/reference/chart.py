@@ -1,4 +1,4 @@
-"""The page of the chart's values, from its values and their schema."""
+"""The page of the chart's values, from its values and their schema. `__main__` writes it."""
 
 import json
 from pathlib import Path

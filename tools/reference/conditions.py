@@ -1,4 +1,7 @@
-"""The page of the conditions: each type with its reasons, from the docstrings of their constants."""
+"""The page of the conditions: each type with its reasons, from the docstrings of their constants.
+
+`__main__` writes it, and a test compares the reasons with the runbooks.
+"""
 
 from fulcrum_core.api import conditions
 from fulcrum_core.models import fit

@@ -1,4 +1,7 @@
-"""Constants of a module with their docstrings, which Python itself does not keep."""
+"""Constants of a module with their docstrings, which Python itself does not keep.
+
+The pages of conditions and Events are made from them.
+"""
 
 import ast
 from collections.abc import Iterator

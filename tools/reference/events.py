@@ -1,4 +1,4 @@
-"""The page of the Events: each reason, from the docstrings of their constants."""
+"""The page of the Events: each reason, from the docstrings of their constants. `__main__` writes it."""
 
 from fulcrum_core.api import event_reasons
 from tools.reference.constants import list_constants

@@ -1,4 +1,7 @@
-"""The page of the kinds: every field of every kind, from the CRDs that the API server gets."""
+"""The page of the kinds: every field of every kind, from the CRDs that the API server gets.
+
+`__main__` writes it.
+"""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Markdown tables whose cells may hold any text."""
+"""Markdown tables whose cells may hold any text. Every page of this package is made with it."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,4 +1,7 @@
-"""The page of the metrics: every family of the router, the autoscaler and the operator."""
+"""The page of the metrics: every family of the router, the autoscaler and the operator.
+
+`__main__` writes it, with a bound on the series of each family. The help texts are those of the programs.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""`fulcrum up --local`, and the commands that read and change the local run."""
+"""`fulcrum up --local` as a process, and the commands that read and change the local run from another one."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`fulcrum simulate` as a user runs it."""
+"""`fulcrum simulate` as a process: output by seed, comparisons, search for a rate, plot, wrong options."""
 
 import json
 import os

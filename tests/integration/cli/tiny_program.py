@@ -1,4 +1,7 @@
-"""A program that keeps the contract of spawned programs, and nothing more."""
+"""A program that keeps the contract of spawned programs, and nothing more.
+
+`test_supervised_process` starts it in the place of an engine, and tells it how to fail.
+"""
 
 import argparse
 import signal

@@ -1,4 +1,4 @@
-"""Fixtures of the router's integration tests."""
+"""Fixtures of the router's integration tests: an HTTP client for each test."""
 
 from collections.abc import AsyncIterator
 

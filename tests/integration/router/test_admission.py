@@ -1,4 +1,8 @@
-"""Requests that would miss their objectives are refused before an engine works for them."""
+"""Requests that would miss their objectives are refused before an engine works for them.
+
+A router in the test's process, over fake engines; the decisions alone are tested in
+`unit/router/policy/tiers`.
+"""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Who is asking, over HTTP: API keys, trusted proxies, dropped headers."""
+"""Callers of a router over HTTP: API keys, trusted proxies, and headers that are dropped."""
 
 import asyncio
 import hashlib

@@ -1,4 +1,4 @@
-"""What ejects an instance: sickness does, load and clients do not, and never all of a role."""
+"""What ejects an instance: its own failures do, load and clients do not. Never are all of a role ejected."""
 
 import time
 from collections.abc import Awaitable

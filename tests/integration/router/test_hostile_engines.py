@@ -1,4 +1,4 @@
-"""Engines that have gone bad: garbage, endless or lying responses. Clients get another engine's answer.
+"""Engines that send garbage, endless or untrue responses: clients get another engine's answer.
 
 In each case the bad engine's connection is not used again, nothing is buffered without end, and no turn of
 the event loop takes long.

@@ -1,4 +1,7 @@
-"""HTTP/1.1 towards clients: framing, limits, order of responses, paths and methods."""
+"""HTTP/1.1 towards clients: framing, limits, order of responses, paths and methods.
+
+A router in the test's process gets raw bytes, over fake engines. The reader alone has a fuzz target.
+"""
 
 import asyncio
 import json

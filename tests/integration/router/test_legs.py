@@ -1,4 +1,7 @@
-"""Both legs of a request over loopback, and their failures."""
+"""Both legs of a request over loopback: what each engine is sent, and what the client gets when one fails.
+
+A router in the test's process, over fake engines whose responses are scripts.
+"""
 
 import asyncio
 import json

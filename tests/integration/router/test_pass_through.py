@@ -1,4 +1,4 @@
-"""Requests that one engine answers alone: each instance serves as many of them as the others."""
+"""Requests that one engine answers alone: where they go, what is forwarded, what is retried and counted."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Level 3: a namespace on the control plane for each test."""
+"""Level 3: a namespace on the control plane for each test, and control planes without Fulcrum's CRDs."""
 
 from collections.abc import Iterator
 

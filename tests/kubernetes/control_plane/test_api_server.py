@@ -1,4 +1,4 @@
-"""What only a real API server shows of the adapter: rights, history, many objects, the rules of our kinds."""
+"""What only a real API server shows of the store adapter: permissions, history, many objects, our rules."""
 
 import asyncio
 import contextlib

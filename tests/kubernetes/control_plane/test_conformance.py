@@ -1,4 +1,4 @@
-"""The store's contract on a real API server, whole, and what only such a one shows."""
+"""The store's contract (`integration/cluster/test_store_contract.py`), run on a real API server."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The control plane that the tests of this folder use."""
+"""The control plane that the tests of this folder use: kinds, restart, pause, and the audit log."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""Tokens issued by a real API server, verified with its keys."""
+"""Tokens for the state port, issued by a real API server: the router's authenticator verifies them."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,7 @@
-"""Installs Fulcrum as a user does, with Helm."""
+"""Installs Fulcrum as a user does, with Helm; each action of `helm` is a program of its own.
+
+The scenarios install, upgrade and uninstall releases with it. It waits for objects, not for services.
+"""
 
 import json
 import subprocess

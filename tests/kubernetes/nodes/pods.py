@@ -1,4 +1,4 @@
-"""Pods as values, and signals to their processes."""
+"""Pods as values, and signals to their processes: how a scenario kills or suspends a program."""
 
 import signal
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Reads and changes one PDService of a test cluster, and sends requests to it."""
+"""Reads and changes one PDService of a test cluster, and sends requests to it; every scenario gets one."""
 
 import contextlib
 import datetime

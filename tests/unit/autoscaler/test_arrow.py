@@ -1,4 +1,4 @@
-"""Algorithm 2 and the handling of flip requests: every branch, with its action and its reason."""
+"""Arrow's Algorithm 2, and the handling of flip requests: every branch, with its action and its reason."""
 
 from dataclasses import replace
 from typing import Any

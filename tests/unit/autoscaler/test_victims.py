@@ -1,4 +1,4 @@
-"""Algorithm 3: who flips."""
+"""Arrow's Algorithm 3: which instance flips, and why none may."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""The assignment write against the memory store."""
+"""The assignment write against the memory store: what is checked, retried after a conflict, or refused."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Formatting of counts and lists in messages."""
+"""Counts and lists in messages: singular and plural, and lists that are cut off."""
 
 import pytest
 

@@ -1,4 +1,7 @@
-"""Fakes of ports for the operator's tests: an API server that stores pods."""
+"""Fakes of ports for the operator's tests: an API server that stores pods.
+
+Everything else is the memory store's. Pods do not start by themselves; a test writes their status.
+"""
 
 import copy
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The helpers with which tests wait."""
+"""The functions with which tests wait (`tests/waiting.py`) end at the condition or at the deadline."""
 
 import asyncio
 

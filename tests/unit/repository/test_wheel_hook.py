@@ -1,4 +1,4 @@
-"""A wheel is pure Python by default."""
+"""A wheel is pure Python by default; compiled modules are added only if they are asked for."""
 
 from typing import Any
 

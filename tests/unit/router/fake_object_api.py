@@ -1,4 +1,4 @@
-"""In-memory fake of the Kubernetes API that a router uses; it can be made unavailable."""
+"""In-memory fake of the Kubernetes API that a router uses (`ObjectApi`); a test can make it unavailable."""
 
 # ruff: noqa: ARG002  # the signatures are ObjectApi's
 

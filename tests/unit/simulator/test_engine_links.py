@@ -1,4 +1,4 @@
-"""Queues at both ends of a link, and handshakes."""
+"""How long KV transfers and handshakes take when the links or engines at both ends are busy."""
 
 import pytest
 

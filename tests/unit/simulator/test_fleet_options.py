@@ -1,4 +1,4 @@
-"""Policies by name, the arrivals of a run, the order of events, the search for a rate."""
+"""Options of a simulated run: policies by name, arrivals, the order of events, the search for a rate."""
 
 from itertools import pairwise
 

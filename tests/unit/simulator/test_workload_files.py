@@ -1,4 +1,4 @@
-"""The recorded workloads themselves. Skipped unless FULCRUM_TRACES names their folder."""
+"""The published traces themselves have the figures that were published. Skipped without FULCRUM_TRACES."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`fulcrum profile` against engines of which only the beginning is played."""
+"""`fulcrum profile` sends other prompts in each run: the engine may have cached those of the last one."""
 
 from pathlib import Path
 

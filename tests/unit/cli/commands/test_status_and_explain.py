@@ -1,4 +1,4 @@
-"""The lines that `explain` and `status` print."""
+"""The lines that `fulcrum explain` and `fulcrum status` print, from objects and decisions of a test."""
 
 import re
 import time

@@ -1,4 +1,4 @@
-"""The report of a run as JSON and as a summary."""
+"""The report of a `play` run, as JSON for programs and as a summary for people."""
 
 from dataclasses import replace
 from pathlib import Path

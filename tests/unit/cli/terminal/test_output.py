@@ -1,4 +1,4 @@
-"""Texts of the command line that show values."""
+"""Durations as the commands print them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Requests to the API server in the operator's metrics."""
+"""The operator's metrics count its requests to the API server, by method and status."""
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest

@@ -1,4 +1,4 @@
-"""The leader's metrics about services, from its cache."""
+"""The leader's metrics about services follow its object cache: no series of a service that is gone."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Prometheus families of a router."""
+"""Prometheus families of a router: names, labels and values, from counters and a fleet that a test fills."""
 
 import re
 import time

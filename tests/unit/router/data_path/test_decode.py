@@ -1,4 +1,7 @@
-"""Which bytes of a decode leg's response reach the client, and until when the leg is retryable."""
+"""Which bytes of a decode leg's response reach the client, and until when the leg is retryable.
+
+`DecodeResponse` is fed with pieces of a response; no socket and no engine.
+"""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The usage in an engine's response, in vLLM's layout and in others."""
+"""The usage that is read from an engine's response: the last one, in any layout, if it is possible."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The output that a client's request allows."""
+"""How many output tokens a client's request allows, by the fields of each API."""
 
 from typing import Any
 

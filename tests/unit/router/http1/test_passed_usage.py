@@ -1,4 +1,4 @@
-"""The usage in responses that are forwarded as they come."""
+"""The token counts of responses that are forwarded as they come: whole, streamed, large, or misleading."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""How much prompt a request has, by its fields."""
+"""How many bytes of prompt a request has: by its text, messages, tools, documents and token ids."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Fleet and settings of a router, from the store's objects."""
+"""The store watcher: which fleet and settings a router has after each state of the store's objects."""
 
 import asyncio
 import json

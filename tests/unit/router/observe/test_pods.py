@@ -1,4 +1,4 @@
-"""Active pods, from a watch of the API server."""
+"""Which pods count as active, from a watch of a fake API server."""
 
 import asyncio
 import random

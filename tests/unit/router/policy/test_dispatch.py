@@ -1,4 +1,4 @@
-"""Every branch of Arrow's Algorithm 1."""
+"""Every branch of the choice of a prefill and of a decode instance (Arrow's Algorithm 1)."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Until when the router waits for a whole response."""
+"""How long the router waits for a response that is not streamed, while its engine computes."""
 
 import pytest
 

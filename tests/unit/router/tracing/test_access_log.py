@@ -1,4 +1,4 @@
-"""The access log: which requests it takes."""
+"""The access log takes the configured share of the requests, evenly."""
 
 import pytest
 

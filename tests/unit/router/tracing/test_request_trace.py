@@ -1,4 +1,4 @@
-"""Which requests are traced, and the spans of one."""
+"""Which requests are traced, and which spans a trace has."""
 
 import random
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What the router learns of the speed of one instance."""
+"""What the router takes for the batch of an instance: never more than its KV cache, unknown in prefill."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which requests wait for room in decode."""
+"""Which requests of lower tiers wait in the router, because decode is kept free for higher ones."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The correction of forecasts by what recent requests took."""
+"""Forecasts are corrected by the errors of recent ones, so that fewer requests are refused in vain."""
 
 import math
 
