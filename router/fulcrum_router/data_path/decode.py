@@ -12,6 +12,7 @@ import time
 from fulcrum_router.counters import DECODE, ContinuationOutcome, RequestOutcome
 from fulcrum_router.data_path.continuation import Continuation
 from fulcrum_router.data_path.decode_response import DecodeResponse, ResponseState
+from fulcrum_router.data_path.degraded_response import DegradedResponse
 from fulcrum_router.data_path.lease_check import check_kv_leases
 from fulcrum_router.data_path.request import ServedRequest
 from fulcrum_router.fleet.instances import Instance
@@ -142,7 +143,9 @@ class DecodeLeg:
         entry, cache_salt = request.journey.decode_entry, self._cache_salt
         strips_usage, counts_events = request.adds_usage, self._tokens_per_event == 1
         fulcrum_headers = self._build_fulcrum_headers()
-        self.response = response = DecodeResponse(  # by position: with names it takes twice as long
+        limit = request.journey.output_limit
+        kind = DecodeResponse if limit is None else DegradedResponse
+        self.response = response = kind(  # by position: with names it takes twice as long
             connection,
             request.downstream,
             self,
@@ -154,6 +157,8 @@ class DecodeLeg:
             strips_usage,
             counts_events,
         )
+        if isinstance(response, DegradedResponse) and limit is not None:
+            response.output_limit = limit
         if transfer is not None:
             transfer.sent_s = response.sent_s
             instance.incoming_transfers.add(transfer)

@@ -5,10 +5,13 @@ A router in the test's process, over fake engines; the decisions alone are teste
 """
 
 import asyncio
+import json
 import time
 from dataclasses import replace
+from typing import Any
 
 import aiohttp
+import pytest
 
 from fulcrum_core.values import AdmissionMode, OverloadAction
 from fulcrum_router.counters import RequestOutcome
@@ -17,6 +20,7 @@ from fulcrum_router.policy.tiers.admission import TierAdmission
 from tests.integration.router.fake_engines import (
     PROMPT,
     FakeEngine,
+    ResponseWriter,
     RunningRouter,
     run_router,
     settings_with_short_timeouts,
@@ -93,6 +97,48 @@ async def test_a_degraded_request_asks_the_engine_for_less_and_the_client_is_tol
         async with client.post(world.url(), json=body) as response:
             assert "x-fulcrum-degraded" not in response.headers
         assert world["d1"].decodes[1]["max_tokens"] == 500
+
+
+USAGE = '{"prompt_tokens":4,"total_tokens":11,"completion_tokens":7}'
+
+
+async def respond_with_usage(response: ResponseWriter) -> None:
+    """Script of a decode leg whose response has a usage, as vLLM writes it."""
+    if not response.request.body.get("stream"):
+        return await response.json(200, {"choices": [{"text": '"usage":{'}], "usage": json.loads(USAGE)})
+    await response.start_stream()
+    await response.event('{"choices":[{"text":"a "}]}')
+    if (response.request.body.get("stream_options") or {}).get("include_usage"):
+        await response.event('{"choices":[],"usage":' + USAGE + "}")
+    await response.event("[DONE]")
+    await response.raw(b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="whole"),
+        pytest.param({"stream": True, "stream_options": {"include_usage": True}}, id="streamed"),
+    ],
+)
+async def test_the_usage_of_a_degraded_answer_says_so(
+    client: aiohttp.ClientSession, changes: dict[str, Any]
+) -> None:
+    degrade = TierAdmission(action=OverloadAction.DEGRADE, max_output_tokens=7)
+    settings = replace(SETTINGS, tiers={}, default_tier=replace(BASE.default_tier, admission=degrade))
+    engine = FakeEngine("d1", decode=respond_with_usage)
+    async with run_router(FakeEngine("p1"), engine, settings=settings) as world:
+        instance = world.router.fleet["d1"]
+        limit = instance.decode_model.max_tokens(BASE.default_tier.slo.tpot_s)
+        busy = instance.ledger.add_decode(tokens=int(0.9 * limit))
+        usages = []
+        for _ in range(2):
+            async with client.post(world.url(), json={**PROMPT, "max_tokens": 500, **changes}) as response:
+                text = await response.text()
+            last = text.split("data: ")[-2] if changes else text
+            usages.append(json.loads(last)["usage"])
+            busy.release()
+        assert usages == [json.loads(USAGE) | {"degraded_max_tokens": 7}, json.loads(USAGE)]
 
 
 async def test_a_request_that_waits_in_vain_gets_a_429(client: aiohttp.ClientSession) -> None:

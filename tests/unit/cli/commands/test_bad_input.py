@@ -152,7 +152,10 @@ def test_a_port_in_use_is_named_and_nothing_is_left_behind(refused: Cli, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("play", "--load", "flat"), "--load (flat) is not one of moving, steady, bursty, tiers, tiers-flood"),
+        (
+            ("play", "--load", "flat"),
+            "--load (flat) is not one of moving, steady, bursty, tiers, tiers-flood",
+        ),
         (("play", "--mode", "on"), "--mode (on) is not one of Off, Advise, Auto"),
         (("play", "--for", "60"), "--for (60) has no unit: write 60s, 60m or 60ms"),
         (("play", "--for", "0s"), "--for (0s) must be longer than 0s"),
