@@ -1,4 +1,7 @@
-"""The page of the commands: arguments and options of `fulcrum`, as `--help` shows them."""
+"""The page of the commands: arguments and options of `fulcrum`, as `--help` shows them.
+
+`__main__` writes it.
+"""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,1 +1,4 @@
-"""Flips and cordons requested by a person: one write of the PDAssignment, then polling for its effect."""
+"""Flips and cordons requested by a person: one write of the PDAssignment, then polling for its effect.
+
+The commands `flip` and `drain` use both; `play` only writes.
+"""

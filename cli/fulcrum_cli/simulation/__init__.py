@@ -1,1 +1,4 @@
-"""Options and output of `fulcrum simulate`. The simulation itself is in the simulator room."""
+"""Options and output of `fulcrum simulate`. The simulation itself is in the simulator room.
+
+The command is `commands.simulate`.
+"""

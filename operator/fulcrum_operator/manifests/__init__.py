@@ -1,1 +1,4 @@
-"""Manifests of the Kubernetes objects that the operator creates, as dictionaries. Pure."""
+"""Manifests of the Kubernetes objects that the operator creates, as dictionaries. Pure.
+
+`controller/` applies them. Which instances there should be is decided in `plan/`.
+"""

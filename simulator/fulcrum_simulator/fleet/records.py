@@ -1,6 +1,7 @@
 """What happened to each request of a run. Times are seconds from the start of the run, at the client.
 
-`router` writes a record for each request; `report`, `timeline` and the live page's states read them.
+`run` makes a record for each request, and `router` fills it; `report`, `timeline` and the live page's states
+read it.
 """
 
 from fulcrum_core.values import Slo

@@ -1,1 +1,4 @@
-"""What the status of a PDService says: one module per condition. Pure."""
+"""What the status of a PDService says: one module per condition. Pure.
+
+`plan/service` puts it into its plan. A condition reports; roles and engines do not depend on it.
+"""
