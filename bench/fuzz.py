@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 TARGETS = "tests/integration/fuzz"
-TARGET_COUNT = 7
+TARGET_COUNT = 8
 
 
 def main() -> None:
