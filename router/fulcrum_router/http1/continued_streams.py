@@ -73,6 +73,8 @@ def can_continue(fields: Mapping[str, Any], *, chat: bool) -> bool:
     for name in fields.keys() - _HARMLESS_FIELDS:
         if fields[name] is not None and fields[name] not in _HARMLESS_VALUES.get(name, ()):
             return False
+    if not chat and fields.get("logprobs") is not None:  # a number: with 0, too, each token gets its own
+        return False
     if chat:
         return _has_plain_messages(fields.get("messages"))
     prompt = fields.get("prompt")

@@ -139,6 +139,8 @@ def test_sound_requests(fields: dict[str, Any]) -> None:
         pytest.param({"stop": "x"}, id="a stop string"),
         pytest.param({"structured_outputs": {"choice": ["a"]}}, id="a grammar"),
         pytest.param({"stream_interval": 8}, id="several tokens in an event"),
+        pytest.param({"logprobs": 0}, id="the log-probability of each token"),
+        pytest.param({"logprobs": False}, id="a number of log-probabilities that is written as false"),
     ],
 )
 def test_requests_that_are_not_sound(fields: dict[str, Any]) -> None:
