@@ -77,7 +77,7 @@ def build_prefix(body: RequestBody, *, tokens: int, chat: bool) -> PromptPrefix:
 
 def _hash_context(fields: dict[str, Any]) -> int:
     """Hash what a cached block depends on besides the prompt before it."""
-    names = str(fields.get("model")), str(fields.get("cache_salt"))
+    names = orjson.dumps((fields.get("model"), fields.get("cache_salt")))  # may be any JSON, of any length
     if _CONTEXT_FIELDS.isdisjoint(fields):
         return hash((_SECRET, names))
     return hash((_SECRET, names, *(orjson.dumps((n, fields.get(n))) for n in sorted(_CONTEXT_FIELDS))))

@@ -1,5 +1,6 @@
 """The hashes of a prompt's beginning: what two requests share, and what keeps them apart."""
 
+import time
 from typing import Any
 
 import orjson
@@ -93,3 +94,14 @@ def test_prompts_without_a_beginning_to_compare_are_left_out(fields: dict[str, A
 
 def test_the_longest_prompt_has_few_blocks() -> None:
     assert sum(end <= 8 << 20 for end in BLOCK_ENDS) < 100
+
+
+@pytest.mark.parametrize("name", ["model", "cache_salt"])
+def test_a_name_that_is_a_long_list_is_hashed_without_writing_it_as_python_text(name: str) -> None:
+    fields = {"prompt": "x" * 600, name: [0.1234567890123] * 190_000}  # 70 ms as text
+    body = parse_request_body(orjson.dumps(fields), 0)
+    began_s = time.thread_time()
+    assert str(fields[name])
+    as_text_s, began_s = time.thread_time() - began_s, time.thread_time()
+    assert build_prefix(body, tokens=150, chat=False) is not NO_PREFIX
+    assert time.thread_time() - began_s < as_text_s / 2
