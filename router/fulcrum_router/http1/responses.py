@@ -11,7 +11,8 @@ from fulcrum_core.openai_errors import build_error_object
 from fulcrum_router.http1.framing import frame_chunk
 
 _ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "invalid_request_error"}
-
+_REASON_PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
+"""An engine may answer with a status that has none."""
 
 DO_NOT_RETRY = b"x-should-retry: false\r\n"
 """Header line that OpenAI's clients obey: by default they send a request with status 5xx twice more."""
@@ -39,7 +40,7 @@ def build_response(
     """Build a whole response with further `header_lines`; `head_only` omits the body (HEAD)."""
     return b"HTTP/1.1 %d %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n%b%b\r\n%b" % (
         status,
-        HTTPStatus(status).phrase.encode(),
+        _REASON_PHRASES.get(status, b""),
         content_type,
         len(body),
         header_lines,
@@ -78,3 +79,13 @@ def build_broken_stream_event(message: str) -> bytes:
 def frame_broken_stream_event(message: str) -> bytes:
     """Build the last event of a broken stream as an HTTP chunk."""
     return frame_chunk(build_broken_stream_event(message))
+
+
+def frame_typed_error_event(message: str) -> bytes:
+    """Build the last event of a broken stream of `/v1/responses` or `/v1/messages` as an HTTP chunk.
+
+    The clients of both find the error where they look for it: by the event's name and by its field `error`.
+    """
+    error = {"type": "api_error", "message": message, "param": None, "code": "upstream_error"}
+    data = orjson.dumps({"type": "error", "error": error})
+    return frame_chunk(b"event: error\ndata: %b\n\n" % data)

@@ -390,6 +390,23 @@ async def test_a_client_error_of_an_engine_is_passed_through(
         assert world.ledgers_are_empty()
 
 
+@pytest.mark.parametrize("status", [400, 499], ids=["a usual status", "a status without a name"])
+@pytest.mark.parametrize("where", ["p1", "d1"])
+async def test_a_client_error_in_chunks_is_passed_through(
+    client: aiohttp.ClientSession, where: str, status: int
+) -> None:
+    async def reject(response: ResponseWriter) -> None:
+        await response.raw(
+            b"HTTP/1.1 %d No\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n" % status
+        )
+
+    async with run_router(*build_four_engines(**{where: reject})) as world:
+        got, text, _ = await request_completion(client, world)
+        assert (got, text) == (status, "{}")
+        counters = world.router.counters.get_tier("default")
+        assert counters.requests_by_outcome[RequestOutcome.INVALID] == 1
+
+
 @pytest.mark.parametrize(
     ("script", "status"),
     [
