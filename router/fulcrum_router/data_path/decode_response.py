@@ -28,6 +28,7 @@ from fulcrum_router.http1.engine_events import (
     EMPTY_CHOICES,
     ERROR_BODY,
     ERROR_EVENT,
+    EVENT_AND_CHUNK_END,
     Usage,
     has_no_token,
     parse_usage,
@@ -49,8 +50,6 @@ MAX_BUFFERED_BODY_BYTES = 1024 * 1024
 _TAIL_BYTES = 4_096
 _CUT_SHORT = "the engine closed the connection during the response"
 _TOO_LONG = "the engine computes, but the whole response takes longer than its number of tokens allows"
-_EVENT_AND_CHUNK_END = b"\n\n\r\n"
-"""End of a chunk that ends with an event. Text cannot match: line ends in it are escaped."""
 
 
 class ResponseState(Enum):
@@ -262,9 +261,9 @@ class DecodeResponse(Completion[None]):
             self.broke_off = self.state is _SENDING or not has_no_token(data[:position])
             return True
         if self.state is _SENDING:
-            start = data.rfind(_EVENT_AND_CHUNK_END, 0, position)
+            start = data.rfind(EVENT_AND_CHUNK_END, 0, position)
             if start >= 0:
-                self._forward(data[: start + len(_EVENT_AND_CHUNK_END)])
+                self._forward(data[: start + len(EVENT_AND_CHUNK_END)])
         self._abort(Failure.STATUS, f"the engine sent an error event with status {status}", status)
         return False
 

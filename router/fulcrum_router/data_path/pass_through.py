@@ -26,8 +26,9 @@ from fulcrum_router.data_path.request import (
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1 import responses
 from fulcrum_router.http1.bodies import RequestBody, build_decode_body, parse_request_body
+from fulcrum_router.http1.engine_events import EVENT_AND_CHUNK_END
 from fulcrum_router.http1.failures import Failure, LegFailed
-from fulcrum_router.http1.framing import UNTIL_CLOSE, ResponseHead
+from fulcrum_router.http1.framing import CHUNKED, UNTIL_CLOSE, ResponseHead
 from fulcrum_router.http1.inline_task import Completion, InlineTask
 from fulcrum_router.http1.json_limits import InvalidBody
 from fulcrum_router.http1.output_limits import find_passed_limit
@@ -82,7 +83,15 @@ class StreamBroken(Exception):
 class PassThroughLeg(Completion[None]):
     """One attempt: forwards the response of one instance; completes with its end."""
 
-    __slots__ = ("_first_byte_timeout_s", "_on_first_byte", "committed", "connection", "head", "instance")
+    __slots__ = (
+        "_first_byte_timeout_s",
+        "_last_bytes",
+        "_on_first_byte",
+        "committed",
+        "connection",
+        "head",
+        "instance",
+    )
 
     def __init__(
         self, connection: EngineConnection, instance: Instance, exchange: "PassThrough", *, timeout_s: float
@@ -93,6 +102,8 @@ class PassThroughLeg(Completion[None]):
         self.head: ResponseHead | None = None
         self.committed = False
         """Whether the first byte was sent to the client: no other instance can take over."""
+        self._last_bytes = b""
+        """End of what was sent to the client; empty: it is not the end of a chunk."""
 
     @property
     def retryable(self) -> bool:
@@ -108,9 +119,18 @@ class PassThroughLeg(Completion[None]):
     def _fail_with_status(self, status: int) -> None:
         self.set_exception(LegFailed(Failure.STATUS, f"the engine returned status {status}", status=status))
 
-    def on_body(self, data: bytes, boundary: int) -> None:  # noqa: ARG002  # ResponseHandler's signature
+    def on_body(self, data: bytes, boundary: int) -> None:
         if not self.done:
+            end = len(EVENT_AND_CHUNK_END)
+            self._last_bytes = (self._last_bytes + data[-end:])[-end:] if boundary == len(data) else b""
             self._forward(data)
+
+    @property
+    def can_take_event(self) -> bool:
+        """Whether one more event can follow what was sent to the client."""
+        head = self.head
+        is_stream = head is not None and head.is_event_stream and head.length == CHUNKED
+        return is_stream and self._last_bytes == EVENT_AND_CHUNK_END
 
     def _forward(self, data: bytes) -> None:
         assert self.head is not None
@@ -219,8 +239,9 @@ class PassThrough:
         except EarlyResponse as end:
             outcome = end.outcome
             self._downstream.write(end.response)
-        except StreamBroken:
+        except StreamBroken as broken:
             outcome, self._keep_alive = RequestOutcome.BROKEN, False
+            self._write_error_event(broken.failed)
         except asyncio.CancelledError:
             outcome, self._keep_alive = RequestOutcome.CANCELLED, False
         except Exception:
@@ -452,6 +473,12 @@ class PassThrough:
             if entry is not None:
                 entry.add_tokens(sent.count(b"\ndata:"))  # about one token each
         self._downstream.write(sent)
+
+    def _write_error_event(self, failed: LegFailed) -> None:
+        """End a broken stream with an error event, where one can be inserted."""
+        if self._leg is not None and self._leg.can_take_event:
+            message = f"the engine failed during the stream: {failed.detail}"
+            self._downstream.write(responses.frame_typed_error_event(message))
 
     def _write_failure(self, failed: LegFailed) -> None:
         """Send the error for a request that no instance could serve."""

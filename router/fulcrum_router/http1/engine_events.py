@@ -17,6 +17,8 @@ EMPTY_CHOICES = b'"choices":[]'
 """Occurs in the event with the usage and in no other."""
 ERROR_EVENT, ERROR_BODY = b'data: {"error":', b'{"error":'
 """Beginning of an event, and of a whole response, with which an engine fails a request after status 200."""
+EVENT_AND_CHUNK_END = b"\n\n\r\n"
+"""End of a chunk that ends with an event. Text cannot match: line ends in it are escaped."""
 ABORT = b'"abort"'
 """Cheap test before `ABORT_PATTERN`."""
 ABORT_PATTERN = re.compile(rb'"finish_reason"\s*:\s*"abort"')

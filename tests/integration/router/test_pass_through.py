@@ -9,11 +9,15 @@ import aiohttp
 import pytest
 
 from fulcrum_router.data_path.pass_through import GENERATION_PATHS, PASS_THROUGH_PATHS
+from fulcrum_router.http1.framing import frame_chunk
 from tests.integration.router.fake_engines import (
+    DEADLINE_S,
     FakeEngine,
     ResponseWriter,
     Script,
+    build_post,
     close_connection,
+    frame_event,
     never_respond,
     respond_with_status,
     run_router,
@@ -174,6 +178,43 @@ async def test_a_broken_response_has_no_regular_end(client: aiohttp.ClientSessio
             with pytest.raises(aiohttp.ClientPayloadError):
                 await response.read()
         assert world.router.counters.passed_through == {("/v1/responses", "broken"): 1}
+
+
+@pytest.mark.parametrize("path", sorted(path.decode() for path in GENERATION_PATHS))
+async def test_a_broken_stream_ends_in_an_error_event_and_no_clean_end(path: str) -> None:
+    async with run_router(*respond(stream_tokens_then(2, close_connection), "d1")) as world:
+        body = json.dumps({**BODY, "stream": True}).encode()
+        received = await send_raw(world.port, build_post(body, path=path))
+    last = received.rpartition(b"event: error\ndata: ")[2]
+    error = json.loads(last.removesuffix(b"\n\n\r\n"))
+    assert (error["type"], error["error"]["message"]) == (
+        "error",
+        "the engine failed during the stream: the engine closed the connection (end of stream)",
+    )
+
+
+async def test_no_error_event_is_put_into_a_chunk_or_an_event_that_was_sent_in_part() -> None:
+    for half in (frame_event("a")[:-9], frame_chunk(b"data: half of an event\n")):
+
+        async def break_off(response: ResponseWriter, half: bytes = half) -> None:
+            await response.raw(half)
+            response.writer.close()
+
+        async with run_router(*respond(stream_tokens_then(1, break_off), "d1")) as world:
+            body = json.dumps({**BODY, "stream": True}).encode()
+            received = await send_raw(world.port, build_post(body, path="/v1/responses"))
+        assert received.endswith(half)
+
+
+async def send_raw(port: int, request: bytes) -> bytes:
+    """Send a request, and read until the router closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            return await reader.read()
+    finally:
+        writer.transport.abort()
 
 
 async def test_a_client_that_leaves_cancels_its_request(client: aiohttp.ClientSession) -> None:
