@@ -171,6 +171,7 @@ def regret(
         Path | None, typer.Option(help="Replay requests saved earlier, instead of asking the router.")
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Save the recorded requests to this file.")] = None,
+    record: RecordOption = None,
     profile: Annotated[
         str | None,
         typer.Option(help="Engine profile: a name, or a YAML file of fulcrum profile."),
@@ -187,7 +188,7 @@ def regret(
     run(
         RegretOptions(
             target=make_target_options(kubeconfig, context, namespace),
-            service=service, file=file, save=save, profile=profile, seeds=seeds,
+            service=service, file=file, save=save, record=record, profile=profile, seeds=seeds,
         )
     )  # fmt: skip
 

@@ -1,8 +1,9 @@
 """`fulcrum regret`: simulates the requests that the router recorded, as they were served and otherwise.
 
 The router keeps the requests of the last hour in numbers: arrival, lengths, outcome. They are simulated with
-the policy that ran, with others, with each fixed split, and with fewer and more instances. Reading them is in
-the package `regret`, simulating in `fulcrum_simulator.fleet`. The service is not touched.
+the policy that ran, with others, with each fixed split, and with fewer and more instances. The simulation of
+what ran may be written to a file, which `fulcrum web --replay` shows. Reading the requests is in the package
+`regret`, simulating in `fulcrum_simulator.fleet`. The service is not touched.
 """
 
 import asyncio
@@ -17,10 +18,12 @@ import httpx
 from fulcrum_cli.option_values import check_writable
 from fulcrum_cli.regret.alternatives import Alternative
 from fulcrum_cli.regret.recorded_traffic import RecordedTraffic, add_spec, parse_page, read_file
+from fulcrum_cli.simulation.page_states import build_states
 from fulcrum_cli.simulation.progress import show_progress
 from fulcrum_cli.target.connection import TargetConnection, connect
 from fulcrum_cli.target.selection import TargetOptions, choose_target
 from fulcrum_cli.terminal.output import format_columns
+from fulcrum_cli.web.recording import write_states
 from fulcrum_cluster.router_client import RouterUnavailable
 from fulcrum_core.api.meta import format_duration
 from fulcrum_core.errors import InvalidInput
@@ -41,6 +44,7 @@ class RegretOptions:
     service: str | None
     file: Path | None
     save: Path | None
+    record: Path | None
     profile: str | None
     seeds: int
 
@@ -68,6 +72,8 @@ def run(options: RegretOptions) -> None:
         raise InvalidInput("--seeds", options.seeds, f"must be between 1 and {_SEEDS_MAX}")
     if options.save is not None:
         check_writable("--save", options.save)
+    if options.record is not None:
+        check_writable("--record", options.record)
     if options.file is not None:
         document, source = read_file(options.file), str(options.file)
     else:
@@ -76,7 +82,13 @@ def run(options: RegretOptions) -> None:
     if options.save is not None:
         options.save.write_text(json.dumps(document), encoding="utf-8")
     profile = load_profile(options.profile or _find_profile(traffic))
-    print("\n".join(_compare(traffic, profile, options.seeds)))
+    results, overlong = _simulate(traffic, profile, options.seeds)
+    print(
+        "\n".join((*_describe_traffic(traffic, profile), *overlong, "", *_describe_results(traffic, results)))
+    )
+    if options.record is not None:
+        ran = results[0].runs.runs[0].result
+        write_states(build_states(ran, load=f"recorded requests of {traffic.service}"), options.record)
 
 
 async def _fetch(options: RegretOptions) -> tuple[Any, str]:
@@ -120,7 +132,10 @@ def _find_profile(traffic: RecordedTraffic) -> str:
     return engine.profile
 
 
-def _compare(traffic: RecordedTraffic, profile: EngineProfile, seeds: int) -> Sequence[str]:
+def _simulate(
+    traffic: RecordedTraffic, profile: EngineProfile, seeds: int
+) -> tuple[list[_Result], list[str]]:
+    """Simulate what ran and its alternatives; returns the results, and what to say of requests left out."""
     requests, overlong = leave_out_overlong(traffic.requests, profile)
     if not requests:
         raise InvalidInput("recorded requests", len(traffic.requests), f"are all too long: {overlong}")
@@ -139,10 +154,11 @@ def _compare(traffic: RecordedTraffic, profile: EngineProfile, seeds: int) -> Se
                 for policy in alternative.policies
             ]
             results.append(_Result(alternative, pick_best(runs)))
+    return results, [str(overlong)] if overlong else []
+
+
+def _describe_results(traffic: RecordedTraffic, results: Sequence[_Result]) -> list[str]:
     return [
-        *_describe_traffic(traffic, profile),
-        *([str(overlong)] if overlong else []),
-        "",
         *format_columns(("POLICY", "INSTANCES", "SLO %", "DIFFERENCE"), *_list_rows(results)),
         "",
         *_describe_regret(traffic, results),

@@ -8,6 +8,8 @@ import pytest
 
 from fulcrum_cli.commands.regret import RegretOptions, run
 from fulcrum_cli.target.selection import TargetOptions
+from fulcrum_cli.web.recording import read_states
+from fulcrum_cli.web.replay import Replay
 from fulcrum_core.errors import InvalidInput
 from tests.unit.cli.regret.test_recorded_traffic import ok_requests, page
 
@@ -15,7 +17,7 @@ SIMULATED = {"model": "m", "instances": 5, "engine": {"type": "Simulated", "prof
 
 
 def regret(file: Path, **changes: Any) -> None:
-    options = {"service": None, "save": None, "profile": None, "seeds": 1} | changes
+    options = {"service": None, "save": None, "record": None, "profile": None, "seeds": 1} | changes
     run(RegretOptions(target=TargetOptions(), file=file, **options))
 
 
@@ -47,6 +49,15 @@ def test_what_ran_is_compared_with_policies_splits_and_instances(
     assert [row[0].partition("+")[2] for row in rows[:4]] == ["", "", "", "nodeflect"]
     assert rows[0][2:] == ["100.0", "as", "it", "ran"]
     assert lines[-1] == "With as many instances, nothing is clearly better than what ran."
+
+
+def test_what_ran_becomes_a_recording_that_the_live_page_replays(saved: Path, tmp_path: Path) -> None:
+    recording = tmp_path / "run.gz"
+    regret(saved, record=recording)
+    replay = Replay(read_states(recording), recording)
+    replay.position_s = replay.duration_s / 2
+    state = replay.read_state()
+    assert (len(state["tiles"]), state["rates"]["offered"] > 0, replay.duration_s > 28) == (5, True, True)
 
 
 def test_real_engines_need_a_measured_profile(saved: Path) -> None:
