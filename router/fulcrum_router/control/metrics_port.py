@@ -8,6 +8,9 @@ The kubelet does not check the clients' port: when clients use all of its connec
 more, and would be restarted.
 
 A scraper that takes OpenMetrics, as Prometheus does, gets exemplars: the trace ids of some requests.
+
+A page of 1,000 instances has a megabyte. Who does not read it is disconnected: else each connection that is
+allowed here could keep another page in the router's memory.
 """
 
 import asyncio
@@ -29,6 +32,8 @@ MIN_RENDER_INTERVAL_S = 1.0
 """Shortest time between two renderings; requests in between get the last page."""
 SLICE_SAMPLES = 500
 """Samples that are rendered without a turn of the event loop: about 2 ms."""
+READ_TIMEOUT_S = 10.0
+"""Time in which a page must have been read: that of Prometheus for a scrape."""
 _OPEN_METRICS_TYPE, _OPEN_METRICS_END = "application/openmetrics-text", b"# EOF\n"
 
 
@@ -120,7 +125,25 @@ def _escape(value: str) -> str:
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 
-def make_metrics_app(registry: Collector, requests_page: RequestsPage) -> web.Application:
+class _PageResponse(web.Response):
+    """A page that must be read in time; the connection of a slower reader is closed."""
+
+    def __init__(self, request: web.Request, page: bytes, content_type: str, timeout_s: float) -> None:
+        super().__init__(body=page, headers={"content-type": content_type})
+        self._transport, self._timeout_s = request.transport, timeout_s
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await super().write_eof(data)
+        except TimeoutError:
+            if self._transport is not None:
+                self._transport.abort()
+
+
+def make_metrics_app(
+    registry: Collector, requests_page: RequestsPage, *, read_timeout_s: float = READ_TIMEOUT_S
+) -> web.Application:
     """Make the application of the metrics port: `/metrics`, `/health` and `/requests`."""
     plain, open_metrics = MetricsPage(registry), MetricsPage(registry, open_metrics=True)
 
@@ -129,7 +152,7 @@ def make_metrics_app(registry: Collector, requests_page: RequestsPage) -> web.Ap
             page, content_type = open_metrics, openmetrics.CONTENT_TYPE_LATEST
         else:
             page, content_type = plain, CONTENT_TYPE_PLAIN_0_0_4
-        return web.Response(body=await page.read(), headers={"content-type": content_type})
+        return _PageResponse(request, await page.read(), content_type, read_timeout_s)
 
     async def get_health(_request: web.Request) -> web.Response:
         return web.Response(text="ok\n")

@@ -1,6 +1,7 @@
 """Ports without a token: connections that are held open keep nobody else out."""
 
 import asyncio
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,6 +12,11 @@ from aiohttp import web
 
 from fulcrum_cluster.process import bind_socket
 from fulcrum_router.control.limited_port import MAX_CONNECTIONS, MAX_HANDSHAKES, serve_at_port
+from fulcrum_router.control.metrics import build_registry
+from fulcrum_router.control.metrics_port import make_metrics_app
+from fulcrum_router.control.requests_page import RequestsPage
+from fulcrum_router.fleet.instances import Instance
+from fulcrum_router.router import Router
 from tests.waiting import wait_until
 from tools.kubernetes import pki
 
@@ -82,3 +88,22 @@ async def test_silent_tls_handshakes_give_way_to_new_ones(
         await wait_until(lambda: count_closed(silent) >= 40, "the oldest are closed")
         assert await read_health(client, f"https://127.0.0.1:{port}", trust) == 200
         abort(silent)
+
+
+async def test_who_does_not_read_the_metrics_keeps_no_page_in_memory() -> None:
+    router = Router()
+    for number in range(300):
+        router.fleet.add(Instance(f"{'x' * 2_000}{number}"))  # 8 MB: more than the sockets' buffers hold
+    app = make_metrics_app(build_registry(router), RequestsPage(router), read_timeout_s=0.2)
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    server = runner.server
+    assert server is not None
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        with socket.create_connection(runner.addresses[0]) as silent:
+            silent.sendall(b"GET /metrics HTTP/1.1\r\nHost: router\r\n\r\n")
+            await wait_until(lambda: server.connections, "the connection is open")
+            await wait_until(lambda: not server.connections, "the connection is closed")
+    finally:
+        await runner.cleanup()
