@@ -91,6 +91,7 @@ class Router:
         """
         self.settings = settings
         self.access_log.share = settings.access_log
+        self.counters.tenants.name_at_most(settings.named_tenants)
         self.journeys.waiting_room.prefill_ahead_s = settings.prefill_ahead_s
         self.journeys.deflects = settings.deflects
         self.journeys.set_prefix_aware(settings.prefix_aware)

@@ -16,6 +16,7 @@ from fulcrum_core.api.router import AuthSpec, DispatchSpec, TimeoutsSpec
 from fulcrum_core.networks import Network, parse_network
 from fulcrum_core.values import AdmissionMode, AutoscalingMode, DispatchMode, FlipPolicy, Slo
 from fulcrum_router.policy.tiers.admission import DEFAULT_TIER_ADMISSION, TierAdmission
+from fulcrum_router.policy.tiers.tenant_counts import DEFAULT_NAMED_TENANTS
 from fulcrum_router.policy.tiers.tier_reserve import NO_RESERVE, Reserve
 
 DEFAULT_TIER = "default"
@@ -107,6 +108,8 @@ class ServiceSettings:
     """Whether dispatch counts what instances have in their prefix caches; see `policy.prefix_index`."""
     access_log: float = 0.0
     """Share of the requests that are logged."""
+    named_tenants: int = DEFAULT_NAMED_TENANTS
+    """Tenants that metrics count by name."""
     admission: AdmissionMode = AdmissionMode.OFF
     """What is done about requests that would miss their objectives."""
     drain_timeout_s: float = 0.0
@@ -154,6 +157,7 @@ def resolve_settings(service: PDService, tiers: Iterable[QoSTier]) -> ServiceSet
         deflects=dispatch.deflect,
         prefix_aware=dispatch.prefix_aware,
         access_log=spec.router.access_log,
+        named_tenants=spec.router.named_tenants,
         admission=spec.router.admission,
         drain_timeout_s=spec.drain.timeout,
     )

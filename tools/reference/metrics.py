@@ -25,7 +25,8 @@ them at which port, and queries that answer common questions: [metrics](../metri
 exports the metrics `process_*` of its process.
 
 The last column bounds the series of one process: T tiers, I instances, P reported pairs (at most 256), S
-services, F kinds of failures (about 30). Series of an instance, pair or service end with it.
+services, N named tenants (`spec.router.namedTenants`, 6), F kinds of failures (about 30). Series of an
+instance, pair or service end with it.
 
 """
 
@@ -61,7 +62,7 @@ _BOUNDS = {
     **{
         "mode": "2",
         "decision": "F",
-        "tenant": "7",
+        "tenant": "(N + 1)",
         "time": "2",
         "result": "4",
         "state": "2",

@@ -6,7 +6,7 @@ manifests.
 
 from typing import Annotated, Self
 
-from pydantic import ConfigDict, Field, StrictBool, StrictFloat, model_validator
+from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, model_validator
 
 from fulcrum_core.api.meta import ApiModel, Duration, cel_rule
 from fulcrum_core.api.pod_template import PodTemplatePatch
@@ -39,7 +39,7 @@ class DispatchSpec(ApiModel):
     mode: DispatchMode = Field(
         default=DispatchMode.QUEUE,
         description="Queue: a request waits in the router until a prefill instance is about to run out of "
-        "work. The order is by priority of the tier, then by a fair share for each tenant, then by deadline. "
+        "work. Order: priority of the tier, fair share of each tenant, deadline. "
         "Direct: it goes to a prefill instance at once and waits in its engine (default Queue).",
     )
     # 0.5 s covers what passes between the end of a prompt and the start of the next one that the router sends
@@ -50,19 +50,17 @@ class DispatchSpec(ApiModel):
         default=0.5,
         gt=0,
         description="In mode Queue: an instance gets no new prompt while the prefill work that it has takes "
-        "at least this long. Allow for the time to send the next prompt, and for wrong predictions (default "
-        "500ms).",
+        "at least this long. Allow for sending the next prompt, and for wrong predictions (default 500ms).",
     )
     deflect: StrictBool = Field(
         default=True,
         description="Whether a decode instance computes a prompt itself if no prefill instance would compute "
-        "it well in time and its decodes have time to spare before their TPOT objective. It helps most in "
-        "mode Queue and where the mix of requests changes (default true).",
+        "it well in time and its decodes have time to spare before their TPOT objective (default true).",
     )
     prefix_aware: StrictBool = Field(
         default=False,
         description="Whether a prompt counts only with what an instance must compute of it. The rest is in "
-        "its prefix cache, because an earlier prompt that began alike was sent there (default false).",
+        "its prefix cache, since a prompt that began alike was sent there (default false).",
     )
 
 
@@ -139,8 +137,13 @@ class RouterSpec(ApiModel):
         default=0.0,
         ge=0.0,
         le=1.0,
-        description="Share of the requests for which the router logs a line of JSON: id, path, tier, tenant, "
-        "outcome, instances, tokens and times, and no text of prompts or answers (default 0).",
+        description="Share of requests that the router logs, in numbers and without text (default 0).",
+    )
+    named_tenants: StrictInt = Field(
+        default=6,
+        ge=0,
+        le=50,
+        description="Tenants that metrics name: those with most requests (default 6).",
     )
     timeouts: TimeoutsSpec = Field(
         default_factory=TimeoutsSpec, description="Longest waits of the router for an engine."

@@ -15,7 +15,7 @@ from fulcrum_core.histogram import Histogram
 from fulcrum_router.counters import Counters
 from fulcrum_router.policy.predictions.latency_parts import PARTS
 from fulcrum_router.policy.tiers.admission import Admission
-from fulcrum_router.policy.tiers.tenant_counts import NAMED_MAX, OTHERS, TenantCounts
+from fulcrum_router.policy.tiers.tenant_counts import OTHERS, TenantCounts
 from fulcrum_router.policy.tiers.tier_reserve import TierReserve
 
 
@@ -105,9 +105,9 @@ def build_tenant_family(tenants: TenantCounts, *, now_s: float) -> Metric:
     family = CounterMetricFamily(
         "fulcrum_router_tenant_requests",
         "Requests for completions of a tenant that ended, by result: met, missed (their objectives), refused "
-        f"(not admitted), limited (over the tenant's rate limit). The {NAMED_MAX} tenants with most requests "
-        f"have a name, until an hour without a request; {OTHERS} stands for the rest. Requests without a "
-        "tenant are not counted here.",
+        "(not admitted), limited (over the tenant's rate limit). The tenants with most requests have a name, "
+        "as many as spec.router.namedTenants, until an hour without a request; "
+        f"{OTHERS} stands for the rest. Requests without a tenant are not counted here.",
         labels=["tenant", "result"],
     )
     for tenant, result, count in tenants.list_counts(now_s):

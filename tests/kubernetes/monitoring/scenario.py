@@ -27,7 +27,7 @@ from fulcrum_core.values import FlipPolicy, Role, Slo
 from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.metrics import ApiCallCollector, Metrics
 from fulcrum_operator.controller.service_metrics import ServiceCollector
-from fulcrum_router.policy.tiers.tenant_counts import NAMED_MAX
+from fulcrum_router.policy.tiers.tenant_counts import DEFAULT_NAMED_TENANTS
 from fulcrum_simulator.client import LoadGenerator, LoadTarget
 from fulcrum_simulator.workload import WorkloadRequest
 from tests.kubernetes.monitoring.queries import PrometheusApi, run_prometheus
@@ -131,12 +131,12 @@ async def serve_operator_metrics(run: LocalRun) -> AsyncIterator[str]:
     responses = Counter[tuple[str, int]]()
     metrics.registry.register(ApiCallCollector(responses))
     metrics.leader.set(1)
-    metrics.reconciles.labels("ok").inc()
 
     async def serve(_: web.Request) -> web.Response:
-        for kind in (PDService, PDInstance):
+        for kind in (PDService, PDInstance, PDAssignment):
             for obj in (await run.store.list(kind, namespace="default")).items:
                 cache.put_resource(obj)
+        metrics.reconciles.labels("ok").inc()
         metrics.reconcile_seconds.observe(0.01)
         metrics.drain_seconds.observe(3.0)
         responses["GET", 200] += 1
@@ -189,7 +189,7 @@ async def send_of_each_tier(run: LocalRun, client: httpx.AsyncClient) -> None:
 
 async def send_of_many_tenants(run: LocalRun, client: httpx.AsyncClient) -> None:
     """Send a request of each of more tenants than have a name, some of which Prometheus must escape."""
-    for number in range(NAMED_MAX):
+    for number in range(DEFAULT_NAMED_TENANTS):
         body = {"model": "laptop-1b", "prompt": "word", "max_tokens": 1}
         headers = {"x-tenant-id": f'tenant "{number}" \\'}
         await client.post(f"{run.info.router_url}/v1/completions", json=body, headers=headers)

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterator
 from enum import StrEnum
 
-NAMED_MAX = 6
-"""Tenants that are counted by name."""
+DEFAULT_NAMED_TENANTS = 6
+"""Tenants that are counted by name, unless a service sets another number."""
 OTHERS = "(others)"
 """Stands for all tenants without a name, and for a tenant that a trusted proxy calls so."""
 WINDOW_S = 60.0
@@ -48,14 +48,22 @@ class _Row:
 class TenantCounts:
     """The counts of one router. Times are seconds of one clock, the caller's."""
 
-    __slots__ = ("_chosen_at_s", "_named", "_others", "_recent")
+    __slots__ = ("_chosen_at_s", "_named", "_named_max", "_others", "_recent")
 
     def __init__(self) -> None:
         self._named: dict[str, _Row] = {}
+        self._named_max = DEFAULT_NAMED_TENANTS
         self._others = _Row()
         self._recent: Counter[str] = Counter()
         """Requests of this window by tenant."""
         self._chosen_at_s = 0.0
+
+    def name_at_most(self, count: int) -> None:
+        """Count no more tenants than these by name; those with the fewest requests lose theirs."""
+        self._named_max = count
+        named = self._named
+        for tenant in sorted(named, key=lambda tenant: (-sum(named[tenant].counts.values()), tenant))[count:]:
+            del named[tenant]
 
     def record(self, tenant: str, result: TenantResult, now_s: float) -> None:
         """Count a request that ended."""
@@ -67,7 +75,7 @@ class TenantCounts:
         row = self._named.get(tenant)
         if row is None:
             row = self._others
-            if len(self._named) < NAMED_MAX and tenant != OTHERS:
+            if len(self._named) < self._named_max and tenant != OTHERS:
                 row = self._named[tenant] = _Row()
         row.counts[result] += 1
         row.last_s = now_s

@@ -1,8 +1,8 @@
 """Which tenants are counted by name, and that counts never fall while a name is kept."""
 
 from fulcrum_router.policy.tiers.tenant_counts import (
+    DEFAULT_NAMED_TENANTS,
     FORGOTTEN_AFTER_S,
-    NAMED_MAX,
     OTHERS,
     WINDOW_S,
     TenantCounts,
@@ -23,7 +23,7 @@ def totals(counts: TenantCounts, now_s: float) -> dict[str, int]:
 def fill() -> TenantCounts:
     """As many tenants as have a name, with two requests each."""
     counts = TenantCounts()
-    for number in range(NAMED_MAX):
+    for number in range(DEFAULT_NAMED_TENANTS):
         for _ in range(2):
             counts.record(f"t{number}", MET, WINDOW_S)
     return counts
@@ -45,7 +45,10 @@ def test_tenants_beyond_the_limit_are_counted_together() -> None:
     counts = fill()
     for number in range(10_000):
         counts.record(f"flood-{number}", MET, WINDOW_S + 1)
-    assert totals(counts, WINDOW_S + 1) == {**{f"t{n}": 2 for n in range(NAMED_MAX)}, OTHERS: 10_000}
+    assert totals(counts, WINDOW_S + 1) == {
+        **{f"t{n}": 2 for n in range(DEFAULT_NAMED_TENANTS)},
+        OTHERS: 10_000,
+    }
 
 
 def test_a_tenant_with_many_more_requests_takes_a_place_and_begins_at_zero() -> None:
@@ -57,7 +60,7 @@ def test_a_tenant_with_many_more_requests_takes_a_place_and_begins_at_zero() -> 
     counts.record("big", MET, next_s)
     found = totals(counts, next_s)
     assert (found["big"], found[OTHERS], "t0" in found, "twice" in found, len(found)) == (
-        1, 9, False, False, NAMED_MAX + 1,
+        1, 9, False, False, DEFAULT_NAMED_TENANTS + 1,
     )  # fmt: skip
 
 
@@ -65,3 +68,14 @@ def test_an_idle_tenant_is_no_longer_named() -> None:
     counts = fill()
     counts.record("t5", MET, WINDOW_S + FORGOTTEN_AFTER_S)
     assert totals(counts, WINDOW_S + FORGOTTEN_AFTER_S + 1) == {"t5": 3}
+
+
+def test_a_service_sets_how_many_tenants_have_a_name() -> None:
+    counts = fill()
+    counts.record("t3", MET, WINDOW_S)
+    counts.name_at_most(1)
+    assert totals(counts, WINDOW_S) == {"t3": 3}
+    counts.name_at_most(50)
+    for number in range(60):
+        counts.record(f"t{number}", MET, WINDOW_S)
+    assert len(totals(counts, WINDOW_S)) == 51
