@@ -97,7 +97,7 @@ def needed_children(child: dict[str, Any]) -> tuple[tuple[str, str], ...]:
     """Kind and name of each other child that this one refers to.
 
     If such an object is somebody else's, the child would direct traffic to the router of this service, or
-    give rights or an identity to pods, which that person did not ask for.
+    give permissions or an identity to pods, which that person did not ask for.
     """
     service = child["metadata"]["labels"][SERVICE_LABEL]
     return tuple(

@@ -1,4 +1,4 @@
-"""The pod that runs the program `model_reader`, with an engine's access to the model and no other rights.
+"""The pod that runs the program `model_reader`, with an engine's access to the model and nothing else.
 
 `controller` creates the pod and reads its result; `plan/model` decides when.
 """

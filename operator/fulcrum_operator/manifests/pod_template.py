@@ -68,7 +68,8 @@ def keep_tolerations(spec: object, ours: list[dict[str, Any]]) -> None:
 def keep_account_and_program(spec: object, ours: Mapping[str, Any]) -> dict[str, Any]:
     """The merged spec of a pod with the ServiceAccount of `ours`, the spec without templates.
 
-    Whoever may write a template could otherwise run a pod with the rights of any account of the namespace.
+    Whoever may write a template could otherwise run a pod with the permissions of any account of its
+    namespace.
 
     Raises:
         InvalidInput: if the template has removed our first container, or its image.

@@ -96,7 +96,7 @@ class Exchange:
             request.outcome = RequestOutcome.INVALID
             request.downstream.write(responses.build_error_response(400, str(error)))
         except asyncio.CancelledError:
-            request.outcome, request.keep_alive = self._judge_departure(), False
+            request.outcome, request.keep_alive = self._judge_client_left(), False
         except Exception:
             log.exception("request failed because of an internal error")
             request.outcome, request.keep_alive = RequestOutcome.FAILED, False
@@ -317,7 +317,7 @@ class Exchange:
         request.router.counters.output_tokens += tokens
         return tokens if request.body.choices == 1 else tokens // request.body.choices
 
-    def _judge_departure(self) -> RequestOutcome:
+    def _judge_client_left(self) -> RequestOutcome:
         """Return the outcome of a request whose client disconnected: whether it had missed the TTFT already.
 
         A whole response has no first byte before its last: it gets the time of the tokens that it asks for.

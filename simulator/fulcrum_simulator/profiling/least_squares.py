@@ -16,12 +16,13 @@ def fit_not_negative(
     Columns are brought to the same size first: a coefficient of a squared length is tiny.
     """
     scaled = [[value / scale for value in row] for row, scale in zip(rows, scales, strict=True)]
-    rights = [target / scale for target, scale in zip(targets, scales, strict=True)]
+    right_sides = [target / scale for target, scale in zip(targets, scales, strict=True)]
     columns = list(zip(*scaled, strict=True))
     sizes = [max(map(abs, column)) or 1.0 for column in columns]
     unit = [[value / size for value in column] for column, size in zip(columns, sizes, strict=True)]
     found = solve_not_negative(
-        [[_dot(left, right) for right in unit] for left in unit], [_dot(column, rights) for column in unit]
+        [[_dot(left, right) for right in unit] for left in unit],
+        [_dot(column, right_sides) for column in unit],
     )
     return tuple(value / size for value, size in zip(found, sizes, strict=True))
 

@@ -58,7 +58,7 @@ def another_argument(found: Any) -> dict[str, Any]:
         pytest.param(DEPLOYMENTS, "chat-router", another_argument, id="arguments of the router"),
         pytest.param("services", "chat", {"spec": {"type": "NodePort"}}, id="type of the Service"),
         pytest.param(POLICIES, "chat-engines", {"spec": {"ingress": [{}]}}, id="ingress of the engines"),
-        pytest.param(ROLES, "chat-router", {"rules": ANYTHING}, id="rights of the router"),
+        pytest.param(ROLES, "chat-router", {"rules": ANYTHING}, id="permissions of the router"),
         pytest.param(
             BUDGETS, "chat-engines", {"spec": {"minAvailable": 0}}, id="disruption budget of the engines"
         ),

@@ -32,9 +32,9 @@ AGEING_FACTOR = 15.0
 MAX_HOLD_S = 5.0
 """Time after which a held tenant's request may leave without room in decode, one of its level at a time."""
 
-_LinePlace = tuple[float, int, str]
+_LinePosition = tuple[float, int, str]
 """Counter of the tenant, number of the line, tenant."""
-_TenantHeap = list[_LinePlace]
+_TenantHeap = list[_LinePosition]
 
 
 class _TierLines:
@@ -197,13 +197,13 @@ class Level:
             counters = self.tier_counters
             tier = min(firsts, key=lambda name: (counters[name], firsts[name][1]))
             return self.lines[firsts[tier][2], tier]
-        return next((self.lines[place[2], tier] for tier, place in firsts.items()), None)
+        return next((self.lines[position[2], tier] for tier, position in firsts.items()), None)
 
     def _find_first_of_tiers(
         self, passed_over: Collection[str], blocked: Collection[Hashable]
-    ) -> dict[str, _LinePlace]:
+    ) -> dict[str, _LinePosition]:
         """The first line of each tier."""
-        firsts: dict[str, _LinePlace] = {}
+        firsts: dict[str, _LinePosition] = {}
         for key in list(self._heaps):
             tier, exclusion = key
             if tier in passed_over or exclusion in blocked:
@@ -215,7 +215,7 @@ class Level:
                 firsts[tier] = found
         return firsts
 
-    def _tidy(self, heap: _TenantHeap, tier: str, exclusion: Hashable) -> _LinePlace | None:
+    def _tidy(self, heap: _TenantHeap, tier: str, exclusion: Hashable) -> _LinePosition | None:
         """Drop outdated entries from the top of a heap; the first of the others."""
         while heap:
             if self._is_current(heap[0], tier, exclusion):
@@ -223,7 +223,7 @@ class Level:
             heapq.heappop(heap)
         return None
 
-    def _is_current(self, entry: _LinePlace, tier: str, exclusion: Hashable) -> bool:
+    def _is_current(self, entry: _LinePosition, tier: str, exclusion: Hashable) -> bool:
         counter, _, tenant = entry
         line = self.lines.get((tenant, tier))
         if line is None or line.is_aside or exclusion not in line.exclusions:

@@ -42,7 +42,7 @@ class WaitingRequest:
         self.in_time, self.gone = True, False
 
 
-_Place = tuple[float, int, WaitingRequest]
+_Position = tuple[float, int, WaitingRequest]
 
 
 class _Row:
@@ -51,20 +51,20 @@ class _Row:
     __slots__ = ("in_time", "late")
 
     def __init__(self) -> None:
-        self.in_time: list[_Place] = []
+        self.in_time: list[_Position] = []
         """Requests in time, sorted by deadline."""
-        self.late: list[_Place] = []
+        self.late: list[_Position] = []
         """Late requests, sorted by arrival."""
 
     def add(self, request: WaitingRequest) -> None:
-        places, place = self._find_place(request)
-        insort(places, place)
+        entries, entry = self._find_position(request)
+        insort(entries, entry)
 
     def remove(self, request: WaitingRequest) -> None:
-        places, place = self._find_place(request)
-        del places[bisect_left(places, place)]
+        entries, entry = self._find_position(request)
+        del entries[bisect_left(entries, entry)]
 
-    def _find_place(self, request: WaitingRequest) -> tuple[list[_Place], _Place]:
+    def _find_position(self, request: WaitingRequest) -> tuple[list[_Position], _Position]:
         waiter = request.waiter
         if request.in_time:
             return self.in_time, (waiter.deadline_s, request.number, request)

@@ -538,7 +538,7 @@ async def test_an_unexpected_error_is_a_condition_within_one_pass_until_a_pass_s
     assert (await degraded(under_test))[0] == "False"
 
 
-class StoreWithoutStatusRight(RefusingStore):
+class StoreWithoutStatusPermission(RefusingStore):
     """A store that refuses the status of PDAssignments, as with a Role of an earlier version."""
 
     async def patch_status(self, kind: Any, name: str, patch: Any, *, namespace: str) -> Any:
@@ -550,7 +550,7 @@ class StoreWithoutStatusRight(RefusingStore):
 async def test_a_refused_status_of_the_assignment_is_named_and_stops_nothing(
     under_test: ServiceUnderTest,
 ) -> None:
-    store: Any = StoreWithoutStatusRight(under_test.store, "")
+    store: Any = StoreWithoutStatusPermission(under_test.store, "")
     under_test.context = replace(under_test.context, store=store)
     await under_test.up(instances=2)
     assert await under_test.phases() == dict.fromkeys(("chat-0", "chat-1"), "Serving")

@@ -133,7 +133,7 @@ FORGERIES = 10_000
 
 
 def forge(rng: random.Random) -> Iterator[tuple[dict[bytes, bytes], str]]:
-    """Headers and addresses that look like those of a caller with rights, and are not."""
+    """Headers and addresses that look like those of a trusted caller, and are not."""
     for _ in range(FORGERIES):
         key = bytearray(rng.choice((PREMIUM_KEY, BATCH_KEY)))
         place = rng.randrange(len(key))

@@ -1,6 +1,6 @@
-"""The chart's roles on a real API server: no right is granted twice, and no part has a forbidden right.
+"""The chart's roles on a real API server: none is granted twice, and no component has one that is forbidden.
 
-That each right is used is tested with the scenarios on nodes.
+That each permission is used is tested with the scenarios on nodes.
 """
 
 import json
@@ -40,7 +40,7 @@ FORBIDDEN = [
     ("rbac.authorization.k8s.io", "roles", "escalate"),
     ("*", "*", "*"),
 ]
-"""Rights that no part may have."""
+"""Permissions that no component may have."""
 
 
 def rendered(namespace: str) -> list[dict[str, Any]]:
@@ -65,38 +65,38 @@ class Release:
         self.cluster, self.namespace, self.name = cluster, namespace, f"{namespace}-fulcrum"
         self.made = rendered(namespace)
 
-    def rules(self, part: str) -> list[dict[str, Any]]:
-        """The chart's rules for a part."""
+    def rules(self, component: str) -> list[dict[str, Any]]:
+        """The chart's rules for a component."""
         (role,) = (
             made
             for made in self.made
-            if made["kind"] == "ClusterRole" and made["metadata"]["name"] == f"{self.name}-{part}"
+            if made["kind"] == "ClusterRole" and made["metadata"]["name"] == f"{self.name}-{component}"
         )
         found: list[dict[str, Any]] = role["rules"]
         return found
 
-    def set_rules(self, part: str, rules: list[dict[str, Any]]) -> None:
-        """Replace the rules of a part."""
-        path = f"{RBAC}/clusterroles/{self.name}-{part}"
+    def set_rules(self, component: str, rules: list[dict[str, Any]]) -> None:
+        """Replace the rules of a component."""
+        path = f"{RBAC}/clusterroles/{self.name}-{component}"
         body = json.dumps({"rules": rules}).encode()
         status, said = self.cluster.request("PATCH", path, body, content_type="application/merge-patch+json")
         assert status == 200, said
 
-    def account(self, part: str) -> ServiceAccount:
-        """User name of a part's ServiceAccount."""
-        return ServiceAccount(self.namespace, f"{self.name}-{part}")
+    def account(self, component: str) -> ServiceAccount:
+        """User name of a component's ServiceAccount."""
+        return ServiceAccount(self.namespace, f"{self.name}-{component}")
 
-    def may(self, part: str, right: Permission, *, name: str = "") -> bool:
-        """Whether the part has a right in the test's namespace."""
-        group, resource, verb = right
+    def may(self, component: str, permission: Permission, *, name: str = "") -> bool:
+        """Whether the component has a permission in the test's namespace."""
+        group, resource, verb = permission
         resource, _, subresource = resource.partition("/")
         asked = {"namespace": self.namespace, "group": group, "resource": resource, "verb": verb}
         asked |= {key: value for key, value in (("subresource", subresource), ("name", name)) if value}
-        return review(self.cluster, self.account(part).subject, asked)
+        return review(self.cluster, self.account(component).subject, asked)
 
 
 def review(cluster: Cluster, subject: str, asked: dict[str, str]) -> bool:
-    """Whether a user has a right, by a SubjectAccessReview."""
+    """Whether a user has a permission, by a SubjectAccessReview."""
     body = {"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview"}
     spec = {"user": subject, "groups": ["system:serviceaccounts"], "resourceAttributes": asked}
     status, answer = cluster.request("POST", REVIEWS, json.dumps({**body, "spec": spec}).encode())
@@ -115,25 +115,25 @@ def release(control_plane: Cluster, namespace: str) -> Iterator[Release]:
     control_plane.kubectl("delete", "--ignore-not-found", "-f", "-", stdin=text)
 
 
-@pytest.mark.parametrize("part", ["operator", "autoscaler"])
-def test_no_two_rules_grant_the_same_right(release: Release, part: str) -> None:
-    """No right comes from two rules, or from the rights of every account."""
-    rules = release.rules(part)
+@pytest.mark.parametrize("component", ["operator", "autoscaler"])
+def test_no_two_rules_grant_the_same_permission(release: Release, component: str) -> None:
+    """No permission comes from two rules, or from the permissions of every account."""
+    rules = release.rules(component)
     for number, rule in enumerate(rules):
-        rights = sorted(expand_rules([rule]))
-        release.set_rules(part, rules[:number] + rules[number + 1 :])
-        left = rights
+        permissions = sorted(expand_rules([rule]))
+        release.set_rules(component, rules[:number] + rules[number + 1 :])
+        left = permissions
         wait_for(
-            lambda left=left: not any(release.may(part, right) for right in left),  # type: ignore[misc]
+            lambda left=left: not any(release.may(component, permission) for permission in left),  # type: ignore[misc]
             f"{rule} to be missed",
             timeout_s=10,
         )
-    release.set_rules(part, rules)
+    release.set_rules(component, rules)
 
 
-@pytest.mark.parametrize("part", ["operator", "autoscaler"])
-def test_no_part_has_a_forbidden_right(release: Release, part: str) -> None:
-    assert [right for right in FORBIDDEN if release.may(part, right)] == []
+@pytest.mark.parametrize("component", ["operator", "autoscaler"])
+def test_no_component_has_a_forbidden_permission(release: Release, component: str) -> None:
+    assert [permission for permission in FORBIDDEN if release.may(component, permission)] == []
 
 
 def children(release: Release) -> list[dict[str, Any]]:
