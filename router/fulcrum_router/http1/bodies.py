@@ -66,6 +66,12 @@ _REQUIRED_KV_TRANSFER_PARAMS: dict[str, type] = {
     "remote_host": str,
     "remote_port": int,
 }
+_SIZES: dict[str, int] = {
+    **{"tp_size": 1, "pp_size": 1, "dcp_size": 1, "pcp_size": 1},
+    **{"remote_block_size": 1, "remote_num_tokens": 0},
+}
+"""Numbers that engines of some versions send, with their lowest values; decode engines divide by most."""
+_SIZE_MAX = 1_000_000_000
 _BLOCK_IDS = re.compile(rb"\[(?:\[[\d,]*\](?:,\[[\d,]*\])*|[\d,]*)\]")
 """Ids of one KV cache group, or a list of them for each group, as compact JSON."""
 MAX_PROMPT_TOKENS = 16_777_216
@@ -342,7 +348,7 @@ def _dump_params(params: dict[str, Any]) -> bytes | None:
     for name, kind in _REQUIRED_KV_TRANSFER_PARAMS.items():
         if type(params.get(name)) is not kind:
             return None
-    if not 0 < params["remote_port"] < 65_536:
+    if not 0 < params["remote_port"] < 65_536 or not _are_sizes_usable(params):
         return None
     params.pop("remote_prefill_cached_tokens", None)
     try:
@@ -351,6 +357,15 @@ def _dump_params(params: dict[str, Any]) -> bytes | None:
         return orjson.dumps(params)
     except TypeError:  # nested too deep
         return None
+
+
+def _are_sizes_usable(params: dict[str, Any]) -> bool:
+    for name in _SIZES.keys() & params.keys():
+        size = params[name]
+        is_usable = type(size) is int and _SIZES[name] <= size <= _SIZE_MAX
+        if not is_usable and not (size is None and name == "remote_block_size"):  # the same as decode's own
+            return False
+    return True
 
 
 def _read_cached_tokens(usage: object) -> int:

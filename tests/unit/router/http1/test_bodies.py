@@ -184,6 +184,30 @@ VALID_PARAMS = json.dumps(KV_TRANSFER_PARAMS, separators=(",", ":")).encode()
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tp_size", 0),
+        ("pp_size", "2"),
+        ("dcp_size", None),
+        ("pcp_size", True),
+        ("remote_block_size", 16.0),
+        ("remote_num_tokens", -1),
+    ],
+)
+def test_sizes_that_would_end_a_decode_engine_are_not_sent_to_it(name: str, value: object) -> None:
+    response = parse_prefill_response(build_response({**KV_TRANSFER_PARAMS, name: value}), "10.0.0.1")
+    assert response.problem is PrefillProblem.INCOMPLETE_KV_TRANSFER_PARAMS
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tp_size": 2, "pp_size": 1}, {"remote_block_size": None}, {"remote_num_tokens": 0}]
+)
+def test_sizes_that_engines_send_are_sent_on(sizes: dict[str, object]) -> None:
+    response = parse_prefill_response(build_response({**KV_TRANSFER_PARAMS, **sizes}), "10.0.0.1")
+    assert json.loads(response.kv_transfer_params or b"") == {**KV_TRANSFER_PARAMS, **sizes}
+
+
+@pytest.mark.parametrize(
     ("body", "expected"),
     [
         pytest.param(
