@@ -308,7 +308,11 @@ class Exchange:
         """Add the output tokens of a complete response to the counters; return the mean of one choice."""
         usage, request = response.usage, self._request
         if usage is not None:
-            tokens = usage.completion_tokens
+            tokens, leg = usage.completion_tokens, self._leg
+            if (
+                tokens > response.events and type(leg) is DecodeLeg
+            ):  # an engine cannot meet an SLO by its counts
+                tokens = min(tokens, leg.max_output_tokens)
             if request.continuation is not None:
                 tokens += request.continuation.counted_tokens
         else:  # an engine that reports no usage

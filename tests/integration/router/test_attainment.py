@@ -114,7 +114,9 @@ async def test_the_tokens_of_a_stream_are_those_of_its_usage(
     engine = FakeEngine("d1", decode=stream_events(10, tokens=tokens))
     async with run_router(FakeEngine("p1"), engine, settings=settings_with_slo(60.0, 60.0)) as world:
         began_s = time.monotonic()
-        async with client.post(world.url(path), json={**PROMPT, "stream": True}) as response:
+        async with client.post(
+            world.url(path), json={**PROMPT, "max_tokens": 200, "stream": True}
+        ) as response:
             received = await response.read()
         took_s = time.monotonic() - began_s
         assert (b'"usage"' in received, world.router.counters.output_tokens) == (False, counted)
@@ -123,6 +125,24 @@ async def test_the_tokens_of_a_stream_are_those_of_its_usage(
         in_parts = counters.ttft.sum + counters.tpot.sum * (counted - 1)
         assert sum(counters.seconds_by_part[:-1]) == pytest.approx(in_parts), "the last part is a slow client"
         assert (sum(counters.tpot.counts), sum(counters.ttft.counts), counters.slo_met) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("script", "stream"),
+    [
+        pytest.param(respond_whole(10**7), False, id="whole"),
+        pytest.param(stream_events(10, tokens=10**7), True, id="stream"),
+    ],
+)
+async def test_an_engine_that_claims_more_tokens_than_were_asked_for_meets_no_slo_by_that(
+    client: aiohttp.ClientSession, script: Script, stream: bool
+) -> None:
+    settings = settings_with_slo(NEVER_S if not stream else ALWAYS_S, 1e-6)
+    async with run_router(FakeEngine("p1"), FakeEngine("d1", decode=script), settings=settings) as world:
+        body = {**PROMPT, "max_tokens": 20, "stream": stream}
+        async with client.post(world.url(), json=body) as response:
+            await response.read()
+        assert (world.router.counters.output_tokens, count(world).slo_met) == (20, 0)
 
 
 @pytest.mark.parametrize(
