@@ -18,6 +18,8 @@ In mode Direct requests wait in engines, which may serve lower tiers in their tu
 admitted only while the wait is short (`Admission.limit_waits`): the rest of S_T is for higher ones.
 
 A prompt that takes longer than S_T alone is admitted while an instance is idle: else nobody would serve it.
+It cannot be interrupted, so another instance must stay for the rest, unless there is only one: a tenant that
+sends nothing but such prompts would hold them all, and other tenants be refused.
 
 What is done with a request that would be late depends on its tier: `TierAdmission`. An admitted request that
 waits in the router is refused when it cannot be in time any more, as predictions err: an engine has not begun
@@ -253,6 +255,8 @@ def predict_admission(
         idle_in_s = min(instance.ledger.remaining_s(now_s) for instance in prefill)
         own_s = idle_in_s + reserve.own_backlog_s / reserve.own_instances
         soonest_s = min(soonest_s, least_s + own_s)
+    if least_s > work.slo.ttft_s and len(prefill) > 1:
+        soonest_s += _wait_for_another(prefill, now_s=now_s, ttft_s=work.slo.ttft_s)
     steps_s = [instance.decode_model.itl_s(tokens) for instance in decode]
     starts_s = [i.ledger.remaining_s(now_s) + s for i, s in zip(decode, steps_s, strict=True)]
     start_s, step_s = min(starts_s, default=0.0), min(steps_s, default=0.0)
@@ -269,6 +273,11 @@ def predict_admission(
         kv_share=find_kv_share(reserve.kept_decode) if leaves_room else None,
     )
     return Forecast(now_s - work.arrival_s + soonest_s + start_s, least_s + step_s, load, stay_s)
+
+
+def _wait_for_another(prefill: Sequence[InstanceView], *, now_s: float, ttft_s: float) -> float:
+    """Time until two instances have at most `ttft_s` of work left: one is for others than this request."""
+    return max(0.0, sorted(instance.ledger.remaining_s(now_s) for instance in prefill)[1] - ttft_s)
 
 
 def predict_prefill(

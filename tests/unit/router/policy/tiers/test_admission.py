@@ -170,6 +170,26 @@ def test_the_predicted_ttft_counts_the_work_in_front(predicted: Predicted, ttft_
     assert (found.ttft_s, found.alone_s) == pytest.approx((ttft_s, 0.111))
 
 
+@pytest.mark.parametrize(
+    ("queued_s", "is_admitted"),
+    [
+        pytest.param((0.0,), True, id="the only instance is idle"),
+        pytest.param((0.0, 0.9), True, id="another instance can still serve others in time"),
+        pytest.param((0.0, 5.0), False, id="all others compute such prompts"),
+        pytest.param((0.0, 5.0, 0.2), True, id="one of the others does"),
+        pytest.param((0.5, 0.9), False, id="no instance is idle"),
+    ],
+)
+def test_a_prompt_that_misses_its_objective_alone_leaves_an_instance_to_others(
+    queued_s: tuple[float, ...], is_admitted: bool
+) -> None:
+    """It takes 3 s, and its objective is 1 s."""
+    prefill = tuple(instance(f"p{n}", queued_s=seconds) for n, seconds in enumerate(queued_s))
+    found = Predicted(prefill=prefill).find(prompt_tokens=3_000)
+    outcome = judge_request(found, work(3_000), EVERY_TIER)
+    assert isinstance(outcome, Admitted) is is_admitted
+
+
 def test_decode_is_predicted_for_the_end_of_the_prefill() -> None:
     """3,000 tokens decode at 40 ms: 100 tokens of output take 4 s, so half of them end within 2 s."""
     decode = (instance("d1", decoding=3_000),)
