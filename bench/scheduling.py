@@ -1,11 +1,14 @@
 """Policies against bounds and one another: the highest rates that keep an SLO attainment, by simulation.
 
     python bench/scheduling.py --traces FOLDER [--ours POLICY] [--use development|test] [--seeds N] [--jobs N]
-                               [--quick] [--json FILE]
+                               [--quick] [--runs FILE] [--json FILE]
 
 Workloads and their use are in `scheduling_workloads.toml`. Prints the rates, then one table of figures with
 their bars; exit code 1 if one misses its bar. `--quick` runs two workloads with one seed. Each figure is the
 median of the ratios of single seeds, with their range.
+
+With `--runs FILE` every simulated run is appended to the file, and those in it are not repeated: what was
+stopped goes on. Delete the file after a change of the policies, the simulator or the workloads.
 """
 
 import argparse
@@ -14,15 +17,28 @@ import math
 import resource
 import sys
 import time
-import tomllib
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
+from bench.scheduling_runs import (
+    BEST_STATIC,
+    INSTANCES,
+    PROFILE,
+    TPOT_S,
+    Measured,
+    Task,
+    Workload,
+    describe,
+    format_range,
+    make_load,
+    make_options,
+    measure,
+    read_workloads,
+)
 from fulcrum_cli.terminal.output import format_columns
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Slo
@@ -32,62 +48,23 @@ from fulcrum_simulator.bounds import (
     find_fcfs_rate,
     find_prefill_burst_rate,
 )
-from fulcrum_simulator.fleet.load import ComposedLoad, Load, RecordedLoad, leave_out_overlong, prepare_load
-from fulcrum_simulator.fleet.options import RunOptions, list_splits, parse_policy
-from fulcrum_simulator.fleet.policy_runs import run_policy
-from fulcrum_simulator.fleet.report import build_report
+from fulcrum_simulator.fleet.load import RecordedLoad, leave_out_overlong, prepare_load
 from fulcrum_simulator.fleet.run import simulate
-from fulcrum_simulator.workload import COMPOSED, load_trace
+from fulcrum_simulator.workload import load_trace
 
-INSTANCES, PROFILE, TPOT_S = 8, "l70-h100-tp4", 0.1
 AS_PUBLISHED = "+direct+nodeflect"
 """In the published systems, requests wait in the engines, and decode computes no prompts."""
 ARROW, EVEN = "arrow" + AS_PUBLISHED, "static:4P4D" + AS_PUBLISHED
-BEST, CLAIRVOYANT = "static:best", "clairvoyant:30s"
+BEST, CLAIRVOYANT = BEST_STATIC, "clairvoyant:30s"
 """With the default dispatch, as ours."""
+PUBLISHED_BEST = BEST_STATIC + AS_PUBLISHED
 OTHERS = tuple(
     name + AS_PUBLISHED for name in ("dynamo-like", "narwhal-like", "cold:60s", "cold:300s", "colocated")
 )
 BARS = 0.9, 0.99
-STEP = 1.25
-"""First step of a search that starts at a workload's `near`."""
+QUICK = "azure_code_2023.csv.gz", "phases-200s"
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
 """95 % quantiles of Student's t for the mean of so many paired seeds."""
-
-
-@dataclass(frozen=True)
-class Workload:
-    """One workload of the list."""
-
-    name: str
-    use: str
-    moving: bool
-    smooth: bool
-    ttft: float = 3.0
-    near: float = 1.0
-    """Factor near which the rates of good policies lie: a run far above it costs the most time."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """One policy on one workload at one attainment, for all seeds. `precision`: of the rate that is found."""
-
-    workload: Workload
-    policy: str
-    bar: float
-    seeds: int
-    precision: float
-    traces: Path | None
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Rates and flips of a task, by seed."""
-
-    policy: str
-    rates_rps: tuple[float, ...]
-    flips: tuple[int, ...]
-    token_shares: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -104,74 +81,9 @@ Rates = dict[tuple[str, str, float], Measured]
 """By workload, policy and attainment."""
 
 
-def make_load(workload: Workload, traces: Path | None) -> Load:
-    """Return the composed workload, or read the recording."""
-    profile = load_profile(PROFILE)
-    if workload.name in COMPOSED:
-        return ComposedLoad(workload.name, profile)
-    if traces is None:
-        raise SystemExit(f"{workload.name} is a recording: name its folder by --traces")
-    recorded, _ = leave_out_overlong(load_trace(traces / workload.name).requests, profile)
-    return RecordedLoad(workload.name, recorded)
-
-
-def make_options(workload: Workload, policy: str) -> RunOptions:
-    """Return the options of a run."""
-    return RunOptions(
-        profile=load_profile(PROFILE),
-        instances=INSTANCES,
-        policy=parse_policy(policy, instances=INSTANCES),
-        slo=Slo(workload.ttft, TPOT_S),
-    )
-
-
-def measure(task: Task) -> Measured:
-    """Find the highest rate of a policy with each seed; for `static:best`, of the best split."""
-    load = make_load(task.workload, task.traces)
-    policy, first = task.policy, task.workload.near
-    if policy == BEST:
-        policy, first = find_best_split(task, load)
-    runs = run_policy(
-        load,
-        make_options(task.workload, policy),
-        range(1, task.seeds + 1),
-        attainment_min=task.bar,
-        precision=task.precision,
-        first=first,
-        step=STEP,
-    ).runs
-    return Measured(
-        policy,
-        tuple(run.rate_rps for run in runs),
-        tuple(run.report["flips"]["count"] for run in runs),
-        tuple(run.report["goodput"]["token_share"] or 0.0 for run in runs),
-    )
-
-
-def find_best_split(task: Task, load: Load) -> tuple[str, float]:
-    """Return the best of all fixed splits with the first seed, and the factor that it reaches."""
-    best, first = (0.0, ""), task.workload.near
-    for policy in map(str, list_splits(INSTANCES)):
-        options = make_options(task.workload, policy)
-        if best[1] and not keeps(load, options, first * task.precision, task.bar):
-            continue  # not better than the best one so far
-        run = run_policy(
-            load, options, [1], attainment_min=task.bar, precision=task.precision, first=first, step=STEP
-        ).runs[0]
-        if (run.factor or 0.0) > best[0]:
-            best, first = (run.factor or 0.0, policy), run.factor or 1.0
-    return best[1] or EVEN, first
-
-
 def is_bursty(workload: Workload) -> bool:
     """Whether Arrow's own evaluation used the workload, against an even split."""
     return workload.name.startswith("azure")
-
-
-def keeps(load: Load, options: RunOptions, factor: float, bar: float) -> bool:
-    """Whether the policy keeps the attainment at this factor with the first seed."""
-    arrivals = load.prepare(factor, slo=options.slo, seed=options.seed)
-    return (build_report(simulate(arrivals, options, attainment_min=bar))["attainment"] or 0.0) >= bar
 
 
 # --- figures ---------------------------------------------------------------------------------------------
@@ -215,7 +127,7 @@ def make_interval_figures(name: str, ratios: Sequence[tuple[str, list[float]]]) 
 
 def format_values(values: Sequence[float]) -> str:
     """Return the median and the range."""
-    return f"{median(values):.2f} × [{min(values):.2f} {max(values):.2f}]"
+    return f"{median(values):.2f} × {format_range(values)}"
 
 
 def make_bound_figures(
@@ -308,31 +220,26 @@ def make_figures(rates: Rates, workloads: Sequence[Workload], ours: str, traces:
 
 
 def list_tasks(workloads: Sequence[Workload], options: argparse.Namespace) -> list[Task]:
-    """List what is measured, the longest first."""
-    policies = [ARROW] if options.quick else [BEST, CLAIRVOYANT, ARROW]
-    if options.ours not in policies:
-        policies.append(options.ours)
-    seeds, precision = (1, 1.1) if options.quick else (options.seeds, 1.02)
-    make = partial(Task, seeds=seeds, precision=precision, traces=options.traces)
-    tasks = [make(workload, policy, 0.9) for policy in policies for workload in workloads]
-    tasks += [make(workload, EVEN, 0.9) for workload in workloads if is_bursty(workload)]
-    if not options.quick:
-        moving = [workload for workload in workloads if workload.moving]
-        high = [policy for policy in policies if policy in (BEST, options.ours)]
-        tasks += [make(workload, policy, 0.99) for policy in high for workload in moving]
-        one = partial(Task, seeds=1, precision=1.05, traces=options.traces)
-        tasks += [
-            one(workload, policy, 0.9) for policy in OTHERS for workload in workloads if workload.moving
-        ]
-    return tasks
+    """List what is measured, what has a bar first."""
+    seeds, ratio = (1, 1.1) if options.quick else (options.seeds, 1.02)
 
+    def make(workload: Workload, policy: str, bars: tuple[float, ...] = (0.9,)) -> Task:
+        return Task(workload, policy, bars, seeds, ratio, options.traces, options.runs)
 
-def read_workloads(use: str, *, quick: bool, traces: Path | None) -> list[Workload]:
-    """Read the list; recordings are left out without their folder."""
-    path = Path(__file__).with_name("scheduling_workloads.toml")
-    listed = [Workload(**entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["workload"]]
-    chosen = [w for w in listed if w.use == use and (w.name in COMPOSED or traces is not None)]
-    return [w for w in chosen if w.name in ("azure_code_2023.csv.gz", "phases-200s")] if quick else chosen
+    def make_coarse(workload: Workload, policy: str) -> Task:
+        return Task(workload, policy, (0.9,), 1, 1.05, options.traces, options.runs)
+
+    both = (0.9,) if options.quick else BARS
+    moving = [workload for workload in workloads if workload.moving]
+    tasks = [make(workload, options.ours, both if workload.moving else (0.9,)) for workload in workloads]
+    tasks += [make(workload, ARROW) for workload in workloads if options.ours != ARROW]
+    tasks += [make(workload, EVEN) for workload in workloads if is_bursty(workload)]
+    if options.quick:
+        return tasks
+    tasks += [make(workload, BEST, both if workload.moving else (0.9,)) for workload in workloads]
+    tasks += [make(workload, CLAIRVOYANT) for workload in workloads]
+    tasks += [make(workload, PUBLISHED_BEST, both) for workload in moving]
+    return tasks + [make_coarse(workload, policy) for policy in OTHERS for workload in moving]
 
 
 def print_rates(rates: Rates) -> None:
@@ -340,9 +247,9 @@ def print_rates(rates: Rates) -> None:
     rows = [
         (
             workload,
-            measured.policy if policy == BEST else policy,
+            measured.policy,
             f"{bar:.0%}",
-            f"{median(measured.rates_rps):.2f} [{min(measured.rates_rps):.2f} {max(measured.rates_rps):.2f}]",
+            f"{median(measured.rates_rps):.2f} {format_range(measured.rates_rps)}",
             f"{100 * median(measured.token_shares):.1f}",
             f"{median(measured.flips):.0f}",
         )
@@ -355,10 +262,7 @@ def print_rates(rates: Rates) -> None:
 def dump(rates: Rates, figures: Sequence[Figure], *, wall_s: float) -> dict[str, Any]:
     """Return the results for programs."""
     return {
-        "rates": [
-            {"workload": workload, "compared": policy, "bar": bar, **asdict(measured)}
-            for (workload, policy, bar), measured in sorted(rates.items())
-        ],
+        "rates": describe(rates),
         "figures": [asdict(figure) for figure in figures],
         "wall_s": wall_s,
     }
@@ -373,16 +277,25 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--quick", action="store_true", help="two workloads, one seed, rates to 10 %%")
+    parser.add_argument("--runs", type=Path, help="append all runs to this file, and repeat none in it")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     started_s = time.monotonic()
-    workloads = read_workloads(options.use, quick=options.quick, traces=options.traces)
+    workloads = [
+        workload
+        for workload in read_workloads(options.use, options.traces)
+        if not options.quick or workload.name in QUICK
+    ]
     tasks = list_tasks(workloads, options)
     with ProcessPoolExecutor(options.jobs) as pool:
-        measured = list(pool.map(measure, tasks))
+        measured = []
+        for task, found in zip(tasks, pool.map(measure, tasks), strict=True):
+            print(f"{task.workload.name}: {task.policy}", file=sys.stderr)
+            measured.append(found)
     rates = {
-        (task.workload.name, task.policy, task.bar): result
-        for task, result in zip(tasks, measured, strict=True)
+        (task.workload.name, task.policy, bar): result
+        for task, results in zip(tasks, measured, strict=True)
+        for bar, result in results.items()
     }
     figures = make_figures(rates, workloads, options.ours, options.traces) + measure_speed(options.traces)
     print_rates(rates)

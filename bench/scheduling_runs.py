@@ -1,0 +1,291 @@
+"""The simulated runs of `scheduling` and the search for the highest rates; not a measurement of its own.
+
+Rates are tried on a grid, a constant ratio from one to the next. Every run is kept, in a file if there is
+one: another SLO attainment of the same policy begins with what is known, and a measurement that was stopped
+goes on where it was.
+"""
+
+import json
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from fulcrum_core.profiles import load_profile
+from fulcrum_core.values import Slo
+from fulcrum_simulator.bounds import UniformFleet, find_best_fixed_split
+from fulcrum_simulator.fleet.load import ComposedLoad, Load, RecordedLoad, leave_out_overlong
+from fulcrum_simulator.fleet.options import RunOptions, list_splits, parse_policy
+from fulcrum_simulator.fleet.report import build_report
+from fulcrum_simulator.fleet.run import simulate
+from fulcrum_simulator.workload import COMPOSED, load_trace
+
+INSTANCES, PROFILE, TPOT_S = 8, "l70-h100-tp4", 0.1
+BEST_STATIC = "static:best"
+"""With a suffix for the dispatch, as other policies."""
+STRIDE_FAR, STRIDE_NEAR = 8, 1
+"""First step on the grid: of the first seed, and of each further one, which starts where another ended."""
+FACTORS = 2.0**-6, 2.0**8
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One workload of the list."""
+
+    name: str
+    use: str
+    moving: bool
+    smooth: bool
+    ttft: float = 3.0
+    near: float = 1.0
+    """Factor near which the rates of good policies lie: a run far above it costs the most time."""
+
+
+class Run(NamedTuple):
+    """What a run gave. It ends as soon as the attainment is sure to be below `below`; else that is 0."""
+
+    attainment: float
+    below: float
+    rate_rps: float
+    flips: int
+    token_share: float
+
+    def meets(self, bar: float) -> bool | None:
+        """Whether the run keeps the attainment; None: it was ended too early to tell."""
+        if self.below:
+            return False if bar >= self.below else None
+        return self.attainment >= bar
+
+
+class RunKey(NamedTuple):
+    """Identifies a run: `factor` of the workload's rate, with six digits."""
+
+    workload: str
+    policy: str
+    seed: int
+    factor: str
+
+
+class RunStore:
+    """All runs so far; with a file, also those of earlier measurements, whoever appended them."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._runs: dict[RunKey, Run] = {}
+        if path is not None and path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                entry = json.loads(line)
+                self._add(RunKey(**entry["key"]), Run(**entry["run"]))
+
+    def _add(self, key: RunKey, run: Run) -> None:
+        known = self._runs.get(key)
+        if known is None or run.below < known.below:
+            self._runs[key] = run
+
+    def find(self, key: RunKey) -> Run | None:
+        """Return the run that tells most about this key."""
+        return self._runs.get(key)
+
+    def record(self, key: RunKey, run: Run) -> None:
+        """Keep a run, in the file by one write of a line: several processes append to it."""
+        self._add(key, run)
+        if self._path is not None:
+            line = json.dumps({"key": key._asdict(), "run": run._asdict()}) + "\n"
+            with self._path.open("ab", buffering=0) as file:
+                file.write(line.encode())
+
+
+@dataclass(frozen=True)
+class Task:
+    """One policy on one workload: its highest rates at each of the attainments `bars`, for all seeds.
+
+    `ratio`: between two rates of the grid.
+    """
+
+    workload: Workload
+    policy: str
+    bars: tuple[float, ...]
+    seeds: int
+    ratio: float
+    traces: Path | None
+    runs: Path | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Rates and flips of a policy at one attainment, by seed."""
+
+    policy: str
+    rates_rps: tuple[float, ...]
+    flips: tuple[int, ...]
+    token_shares: tuple[float, ...]
+
+
+def make_load(workload: Workload, traces: Path | None) -> Load:
+    """Return the composed workload, or read the recording."""
+    profile = load_profile(PROFILE)
+    if workload.name in COMPOSED:
+        return ComposedLoad(workload.name, profile)
+    if traces is None:
+        raise SystemExit(f"{workload.name} is a recording: name its folder by --traces")
+    recorded, _ = leave_out_overlong(load_trace(traces / workload.name).requests, profile)
+    return RecordedLoad(workload.name, recorded)
+
+
+def make_options(workload: Workload, policy: str) -> RunOptions:
+    """Return the options of a run."""
+    return RunOptions(
+        profile=load_profile(PROFILE),
+        instances=INSTANCES,
+        policy=parse_policy(policy, instances=INSTANCES),
+        slo=Slo(workload.ttft, TPOT_S),
+    )
+
+
+def read_workloads(use: str, traces: Path | None) -> list[Workload]:
+    """Read the list; recordings are left out without their folder."""
+    path = Path(__file__).with_name("scheduling_workloads.toml")
+    listed = [Workload(**entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["workload"]]
+    return [w for w in listed if w.use == use and (w.name in COMPOSED or traces is not None)]
+
+
+def measure(task: Task) -> dict[float, Measured]:
+    """Find the highest rates with each seed, by attainment; for `static:best`, those of the best split."""
+    search = _Search(task)
+    found: dict[float, Measured] = {}
+    first = 0
+    for bar in sorted(task.bars):
+        policy = task.policy
+        if policy.startswith(BEST_STATIC):
+            policy, first = search.find_best_split(bar, first)
+        best: list[Run] = []
+        stride = STRIDE_NEAR if policy != task.policy else STRIDE_FAR
+        for seed in range(1, task.seeds + 1):
+            place = search.find_highest(policy, seed, bar, first, stride)
+            if place is not None:
+                first, stride = place, STRIDE_NEAR
+            best.append(_NOTHING if place is None else search.run(policy, seed, place, bar))
+        found[bar] = Measured(
+            policy,
+            tuple(run.rate_rps for run in best),
+            tuple(run.flips for run in best),
+            tuple(run.token_share for run in best),
+        )
+    return found
+
+
+_NOTHING = Run(0.0, 0.0, 0.0, 0, 0.0)
+"""No rate keeps the attainment."""
+
+
+class _Search:
+    """Runs of one task. A place on the grid is a power of its ratio, above or below the workload's `near`."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._load = make_load(task.workload, task.traces)
+        self._store = RunStore(task.runs)
+
+    def find_highest(self, policy: str, seed: int, bar: float, first: int, stride: int) -> int | None:
+        """Return the highest place at which the policy keeps the attainment and that after it does not."""
+
+        def keeps(place: int) -> bool | None:
+            factor = self._factor(place)
+            if factor > FACTORS[1]:
+                return False
+            if factor < FACTORS[0]:
+                return None
+            return bool(self.run(policy, seed, place, bar).meets(bar))
+
+        return find_highest_place(keeps, first, stride)
+
+    def find_best_split(self, bar: float, first: int) -> tuple[str, int]:
+        """Return the best of all fixed splits with the first seed, and its place.
+
+        A split is better than the best so far if it keeps the attainment at the next place. The first one is
+        that of the queueing model; splits near it follow.
+        """
+        suffix = self._task.policy.removeprefix(BEST_STATIC)
+        policies = [f"static:{split.prefill}P{split.decode}D" for split in list_splits(INSTANCES)]
+        likely = self._guess_prefill(first) - 1
+        in_order = sorted(range(len(policies)), key=lambda index: abs(index - likely))
+        best, place = "", None
+        for index in in_order:
+            policy = policies[index] + suffix
+            if place is None:
+                best, place = policy, self.find_highest(policy, 1, bar, first, STRIDE_FAR)
+            elif self.run(policy, 1, place + 1, bar).meets(bar):
+                best, place = policy, self.find_highest(policy, 1, bar, place + 1, STRIDE_NEAR)
+        return best, first if place is None else place
+
+    def _guess_prefill(self, place: int) -> int:
+        workload = self._task.workload
+        fleet = UniformFleet(INSTANCES, load_profile(PROFILE), Slo(workload.ttft, TPOT_S))
+        arrivals = self._load.prepare(self._factor(place), slo=fleet.slo, seed=1)
+        return find_best_fixed_split(arrivals, fleet).prefill
+
+    def run(self, policy: str, seed: int, place: int, bar: float) -> Run:
+        """Return the run at this place, which is ended once it cannot keep the attainment any more."""
+        factor = self._factor(place)
+        key = RunKey(self._task.workload.name, policy, seed, f"{factor:.6g}")
+        known = self._store.find(key)
+        if known is not None and known.meets(bar) is not None:
+            return known
+        options = replace(make_options(self._task.workload, policy), seed=seed)
+        arrivals = self._load.prepare(factor, slo=options.slo, seed=seed)
+        report = build_report(simulate(arrivals, options, attainment_min=bar))
+        attainment = report["attainment"] or 0.0
+        run = Run(
+            attainment,
+            0.0 if attainment >= bar else bar,
+            report["goodput"]["offered_requests_per_s"] or 0.0,
+            report["flips"]["count"],
+            report["goodput"]["token_share"] or 0.0,
+        )
+        self._store.record(key, run)
+        return run
+
+    def _factor(self, place: int) -> float:
+        return float(f"{self._task.workload.near * self._task.ratio**place:.6g}")
+
+
+def find_highest_place(keeps: Callable[[int], bool | None], first: int, stride: int) -> int | None:
+    """Return a place that is kept while the one after it is not; None if there is none.
+
+    The search starts at `first`; `stride` doubles until both are found. `keeps` returns None below the
+    lowest place.
+    """
+    low: int | None = None
+    high: int | None = None
+    place = first
+    while low is None or high is None or high - low > 1:
+        kept = keeps(place)
+        if kept is None:
+            return None
+        if kept:
+            low = place
+        else:
+            high = place
+        if high is None:
+            place += stride
+        elif low is None:
+            place -= stride
+        else:
+            place = (low + high) // 2
+        if low is None or high is None:
+            stride *= 2
+    return low
+
+
+def describe(rates: dict[tuple[str, str, float], Measured]) -> list[dict[str, object]]:
+    """Return rates for programs."""
+    return [
+        {"workload": workload, "compared": policy, "bar": bar, **asdict(measured)}
+        for (workload, policy, bar), measured in sorted(rates.items())
+    ]
+
+
+def format_range(values: Sequence[float], *, digits: int = 2) -> str:
+    """Return the lowest and the highest value."""
+    return f"[{min(values):.{digits}f} {max(values):.{digits}f}]"

@@ -1,0 +1,47 @@
+"""The search for highest rates of `make bench NAME=scheduling`, and its file of runs."""
+
+from pathlib import Path
+
+import pytest
+
+from bench.scheduling_runs import Run, RunKey, RunStore, find_highest_place
+
+KEY = RunKey("drift", "arrow", 1, "1.3")
+LOST = Run(0.7, 0.9, 11.0, 20, 0.6)
+WHOLE = Run(0.85, 0.0, 12.0, 40, 0.8)
+
+
+@pytest.mark.parametrize("limit", [-13, -1, 0, 1, 7, 40])
+@pytest.mark.parametrize("stride", [1, 8])
+def test_the_highest_place_is_found_from_any_start(limit: int, stride: int) -> None:
+    assert find_highest_place(lambda place: place <= limit, 0, stride) == limit
+
+
+def test_a_search_from_the_right_place_needs_two_runs() -> None:
+    tried: list[int] = []
+
+    def keeps(place: int) -> bool:
+        tried.append(place)
+        return place <= 5
+
+    assert find_highest_place(keeps, 5, 1) == 5
+    assert tried == [5, 6]
+
+
+def test_no_place_is_found_if_even_the_lowest_fails() -> None:
+    assert find_highest_place(lambda place: None if place < -20 else False, 0, 1) is None
+
+
+def test_a_run_that_was_ended_early_tells_nothing_about_lower_attainments() -> None:
+    assert [LOST.meets(bar) for bar in (0.8, 0.9, 0.99)] == [None, False, False]
+    assert [WHOLE.meets(bar) for bar in (0.8, 0.85, 0.9)] == [True, True, False]
+
+
+def test_runs_are_found_again_in_their_file_and_the_whole_one_counts(tmp_path: Path) -> None:
+    path = tmp_path / "runs"
+    for run in (LOST, WHOLE, LOST):
+        RunStore(path).record(KEY, run)
+    assert len(path.read_text().splitlines()) == 3
+    assert RunStore(path).find(KEY) == WHOLE
+    assert RunStore(path).find(KEY._replace(seed=2)) is None
+    assert RunStore(None).find(KEY) is None
