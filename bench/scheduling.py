@@ -1,7 +1,7 @@
 """Policies against bounds and one another: the highest rates that keep an SLO attainment, by simulation.
 
     python bench/scheduling.py --traces FOLDER [--ours POLICY] [--use development|test] [--seeds N] [--jobs N]
-                               [--quick] [--runs FILE] [--json FILE]
+                               [--only WORKLOAD…] [--quick] [--runs FILE] [--json FILE]
 
 Workloads and their use are in `scheduling_workloads.toml`. Prints the rates, then one table of figures with
 their bars; exit code 1 if one misses its bar. `--quick` runs two workloads with one seed. Each figure is the
@@ -229,17 +229,17 @@ def list_tasks(workloads: Sequence[Workload], options: argparse.Namespace) -> li
     def make_coarse(workload: Workload, policy: str) -> Task:
         return Task(workload, policy, (0.9,), 1, 1.05, options.traces, options.runs)
 
-    both = (0.9,) if options.quick else BARS
     moving = [workload for workload in workloads if workload.moving]
-    tasks = [make(workload, options.ours, both if workload.moving else (0.9,)) for workload in workloads]
-    tasks += [make(workload, ARROW) for workload in workloads if options.ours != ARROW]
-    tasks += [make(workload, EVEN) for workload in workloads if is_bursty(workload)]
+    ours = [make(w, options.ours, BARS if w.moving and not options.quick else (0.9,)) for w in workloads]
+    published = [make(workload, ARROW) for workload in workloads if options.ours != ARROW]
+    published += [make(workload, EVEN) for workload in workloads if is_bursty(workload)]
     if options.quick:
-        return tasks
-    tasks += [make(workload, BEST, both if workload.moving else (0.9,)) for workload in workloads]
-    tasks += [make(workload, CLAIRVOYANT) for workload in workloads]
-    tasks += [make(workload, PUBLISHED_BEST, both) for workload in moving]
-    return tasks + [make_coarse(workload, policy) for policy in OTHERS for workload in moving]
+        return ours + published
+    best = [make(workload, BEST, BARS if workload.moving else (0.9,)) for workload in workloads]
+    known = [make(workload, CLAIRVOYANT) for workload in workloads]
+    published_best = [make(workload, PUBLISHED_BEST, BARS) for workload in moving]
+    others = [make_coarse(workload, policy) for policy in OTHERS for workload in moving]
+    return ours + best + published + known + published_best + others
 
 
 def print_rates(rates: Rates) -> None:
@@ -274,6 +274,7 @@ def main() -> int:
     parser.add_argument("--traces", type=Path, help="folder of recorded workloads")
     parser.add_argument("--ours", default="arrow", help="the policy that is judged")
     parser.add_argument("--use", choices=("development", "test"), default="development")
+    parser.add_argument("--only", nargs="+", metavar="WORKLOAD", help="a part of the list")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--quick", action="store_true", help="two workloads, one seed, rates to 10 %%")
@@ -281,10 +282,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     started_s = time.monotonic()
+    only = QUICK if options.quick else options.only
     workloads = [
         workload
         for workload in read_workloads(options.use, options.traces)
-        if not options.quick or workload.name in QUICK
+        if not only or workload.name in only
     ]
     tasks = list_tasks(workloads, options)
     with ProcessPoolExecutor(options.jobs) as pool:

@@ -24,7 +24,7 @@ from fulcrum_simulator.workload import COMPOSED, load_trace
 INSTANCES, PROFILE, TPOT_S = 8, "l70-h100-tp4", 0.1
 BEST_STATIC = "static:best"
 """With a suffix for the dispatch, as other policies."""
-STRIDE_FAR, STRIDE_NEAR = 8, 1
+STRIDE_FAR, STRIDE_NEAR = 4, 1
 """First step on the grid: of the first seed, and of each further one, which starts where another ended."""
 FACTORS = 2.0**-6, 2.0**8
 
