@@ -41,12 +41,10 @@ CPU_RATIO_MAX, BAR_AGAINST = 0.5, 1.03
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build what is missing, run, and print the table; return the exit code."""
     options = _parser().parse_args(arguments)
-    folder = os.environ.get("ROUTER_BENCH")
-    if not folder or not (Path(folder) / "bench.py").is_file():
-        print(f"error: ROUTER_BENCH ({folder or 'nothing'}) is not a folder with bench.py", file=sys.stderr)
+    harness = find_harness()
+    if harness is None:
         return 2
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fulcrum" / "bench-router"
-    harness = Path(folder)
+    cache = find_cache()
     build_programs(harness, cache)
     ours, other = describe_fulcrum(Path(sys.executable), port=7901), {}
     if options.compiled:
@@ -74,6 +72,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--compiled", action="store_true", help="compile the data path of this checkout")
     return parser
+
+
+def find_harness() -> Path | None:
+    """Return the folder that ROUTER_BENCH names; None after an error message if it is not the harness."""
+    folder = os.environ.get("ROUTER_BENCH")
+    if folder and (Path(folder) / "bench.py").is_file():
+        return Path(folder)
+    print(f"error: ROUTER_BENCH ({folder or 'nothing'}) is not a folder with bench.py", file=sys.stderr)
+    return None
+
+
+def find_cache() -> Path:
+    """Return the folder in which compiled programs and installed peers are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fulcrum" / "bench-router"
 
 
 def build_programs(harness: Path, cache: Path) -> Path:

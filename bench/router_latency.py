@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.router import FULCRUM, build_programs, describe_fulcrum
+from bench.router import FULCRUM, build_programs, describe_fulcrum, find_cache, find_harness
 
 PEERS = {
     "vllm-router-pd": ("venv-vr", "vllm-router==0.1.17"),
@@ -41,15 +41,13 @@ RATIO_MAX = 0.5
 def main(arguments: Sequence[str] | None = None) -> int:
     """Install what is missing, run, and print the table; return the exit code."""
     options = _parser().parse_args(arguments)
-    folder = os.environ.get("ROUTER_BENCH")
-    if not folder or not (Path(folder) / "bench.py").is_file():
-        print(f"error: ROUTER_BENCH ({folder or 'nothing'}) is not a folder with bench.py", file=sys.stderr)
+    harness = find_harness()
+    if harness is None:
         return 2
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fulcrum" / "bench-router"
-    peers = options.peers.split(",")
-    build_programs(Path(folder), cache)
+    cache, peers = find_cache(), options.peers.split(",")
+    build_programs(harness, cache)
     _install(peers, cache / "peers")
-    runs = _run(Path(folder), cache, [DIRECT, FULCRUM, *peers], options)
+    runs = _run(harness, cache, [DIRECT, FULCRUM, *peers], options)
     return report(runs, peers, [f"r{rate}" for rate in options.rates.split(",")])
 
 

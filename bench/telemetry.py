@@ -19,12 +19,12 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import aiohttp
 from aiohttp import web
 
 from tests.integration.router.fake_engines import PROMPT, FakeEngine
+from tests.integration.router.measured_router import read_cpu_s
 
 BARS = {"metrics": 1.02, "metrics and traces": 1.05}
 ENGINES, CONCURRENCY, BLOCK_S, SCRAPE_S = 8, 16, 1.0, 1.0
@@ -41,11 +41,6 @@ class BenchRouter:
     scraped: bool
     cpu_s: float = 0.0
     requests: int = 0
-
-    def read_cpu_s(self) -> float:
-        """Processor time of all threads, in seconds."""
-        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
-        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
     @property
     def cpu_a_request_s(self) -> float:
@@ -123,7 +118,7 @@ async def send_block(client: aiohttp.ClientSession, router: BenchRouter) -> int:
 
 async def measure_block(client: aiohttp.ClientSession, router: BenchRouter, *, counts: bool) -> None:
     """Send a block, with scrapes if the router is scraped, and add what it used."""
-    began_s = router.read_cpu_s()
+    began_s = read_cpu_s(router.process.pid)
     scraping = asyncio.ensure_future(scrape(client, router)) if router.scraped else None
     requests = await send_block(client, router)
     if scraping is not None:
@@ -131,7 +126,7 @@ async def measure_block(client: aiohttp.ClientSession, router: BenchRouter, *, c
         await asyncio.gather(scraping, return_exceptions=True)
     if counts:
         router.requests += requests
-        router.cpu_s += router.read_cpu_s() - began_s
+        router.cpu_s += read_cpu_s(router.process.pid) - began_s
 
 
 async def run(rounds: int, ratio: float) -> int:

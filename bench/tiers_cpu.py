@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 
 import aiohttp
@@ -36,6 +35,7 @@ from fulcrum_router.policy.tiers.tier_reserve import Reserve
 from fulcrum_router.router import Router
 from fulcrum_router.settings import Tier
 from tests.integration.router.fake_engines import PROMPT, FakeEngine
+from tests.integration.router.measured_router import read_cpu_s
 
 BAR = 1.25
 SERVED_MIN = 0.95
@@ -53,11 +53,6 @@ class BenchRouter:
     costs_s: list[float]
     sent: int = 0
     served: int = 0
-
-    def read_cpu_s(self) -> float:
-        """Processor time of all threads, in seconds."""
-        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
-        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 @contextmanager
@@ -107,10 +102,10 @@ async def run(rounds: int) -> int:
         async with aiohttp.ClientSession() as client:
             for number in range(rounds + 1):  # the first round warms up
                 for router in (off, on) if number % 2 else (on, off):
-                    began_s = router.read_cpu_s()
+                    began_s = read_cpu_s(router.process.pid)
                     ended, served = await send_block(client, router)
                     if number:
-                        router.costs_s.append((router.read_cpu_s() - began_s) / ended)
+                        router.costs_s.append((read_cpu_s(router.process.pid) - began_s) / ended)
                         router.sent, router.served = router.sent + ended, router.served + served
                 for engine in engines:
                     engine.requests.clear()

@@ -28,7 +28,7 @@ from fulcrum_core.values import FlipStrategy, Phase, Role
 from fulcrum_operator.controller.context import ReconcileContext, ServiceKey
 from fulcrum_operator.controller.reconcile import reconcile
 from fulcrum_operator.plan.observed import EngineFacts
-from tests.unit.autoscaler.builders import decode, make_router_state, prefill
+from tests.unit.autoscaler.builders import FakeServiceObjects, decode, make_router_state, prefill
 from tests.unit.operator.builders import engine
 from tests.waiting import wait_until, yield_control
 
@@ -116,31 +116,13 @@ class IdleRouter:
         raise AssertionError((after, timeout_s))
 
 
-@dataclass
-class FakeDesiredObjects:
+class RefreshedObjects(FakeServiceObjects):
     """The autoscaler's view of the objects, as of the last `refresh`."""
-
-    the_service: PDService | None = None
-    the_assignment: PDAssignment | None = None
-    the_instances: tuple[PDInstance, ...] = ()
-    the_pools: tuple[PDPool, ...] = ()
-
-    def service(self) -> PDService | None:
-        return self.the_service
-
-    def assignment(self) -> PDAssignment | None:
-        return self.the_assignment
-
-    def instances(self) -> Iterable[PDInstance]:
-        return self.the_instances
-
-    def pools(self) -> Iterable[PDPool]:
-        return self.the_pools
 
     async def refresh(self, store: Store, namespace: str) -> None:
         self.the_service = await store.get(PDService, "chat", namespace=namespace)
-        self.the_pools = (await store.list(PDPool, namespace=namespace)).items
-        self.the_instances = (await store.list(PDInstance, namespace=namespace)).items
+        self.the_pools = [*(await store.list(PDPool, namespace=namespace)).items]
+        self.the_instances = [*(await store.list(PDInstance, namespace=namespace)).items]
         self.the_assignment = await store.get(PDAssignment, "chat", namespace=namespace)
 
 
@@ -163,7 +145,7 @@ class Actors:
 
     def __post_init__(self) -> None:
         self.key = ServiceKey(self.namespace, "chat")
-        self.engines, self.router, self.autoscaler_view = FakeRuntime(), IdleRouter(), FakeDesiredObjects()
+        self.engines, self.router, self.autoscaler_view = FakeRuntime(), IdleRouter(), RefreshedObjects()
         self.context = ReconcileContext(
             store=self.stores["operator"],
             runtime=self.engines,

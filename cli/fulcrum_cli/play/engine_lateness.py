@@ -29,7 +29,7 @@ def parse_buckets(exposition: str) -> dict[float, float]:
     return buckets
 
 
-def percentile_s(buckets: Buckets, percent: float) -> float | None:
+def percentile_edge_s(buckets: Buckets, percent: float) -> float | None:
     """Return the upper edge of the percentile's bucket, in seconds; None without a count."""
     total = buckets.get(float("inf"), 0.0)
     if not total:
@@ -64,5 +64,5 @@ class EngineLateness:
         merged = Counter(self._ended_processes)
         for buckets in self._running_processes.values():
             merged.update(buckets)
-        late_s = percentile_s(merged, 99)
+        late_s = percentile_edge_s(merged, 99)
         return None if late_s is None else late_s * 1000

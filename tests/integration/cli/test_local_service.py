@@ -1,4 +1,4 @@
-"""A local run with simulated engines, router and autoscaler serves, flips and scales."""
+"""A local run with simulated engines, router and autoscaler serves, flips, scales and verifies transfers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -91,6 +91,19 @@ async def test_scaling_up_adds_a_serving_instance_and_scaling_down_removes_it(ru
 
     await wait_until(run, scaled_down)
     assert sorted(run.pids()) == ["autoscaler", "chat-0", "chat-1", "router"]
+
+
+async def test_canaries_verify_the_kv_transfer_of_an_idle_service(run: LocalRun) -> None:
+    both = "KV transfer verified: chat-0 → chat-1, chat-1 → chat-0"
+
+    async def verified() -> bool:
+        service = await run.store.get(PDService, "chat", namespace="default")
+        found = {c.type: (c.status, c.reason, c.message) for c in service.status.conditions}
+        return found.get("KVTransferVerified") == ("True", "Verified", both)
+
+    await wait_until(run, verified)
+    listing = await run.store.list(PDInstance, namespace="default")
+    assert [i.status.kv_verified_at is not None for i in listing.items] == [True, True]
 
 
 async def scale(run: LocalRun, replicas: int) -> None:

@@ -94,6 +94,17 @@ def build_json_response(status: int, body: object) -> bytes:
     return head.encode() + content
 
 
+async def send_raw(port: int, request: bytes) -> bytes:
+    """Send a request, and read until the router closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            return await reader.read()
+    finally:
+        writer.transport.abort()
+
+
 def build_post(body: bytes, *header_lines: str, path: str = "/v1/completions", version: str = "1.1") -> bytes:
     """The bytes of a request with this body."""
     lines = [f"POST {path} HTTP/{version}", "host: x", f"content-length: {len(body)}", *header_lines, "", ""]

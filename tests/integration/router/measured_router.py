@@ -31,6 +31,12 @@ _LONGEST_KEPT = 1_000
 """Durations kept: enough for p99.99 of ten million ticks, which are about three hours."""
 
 
+def read_cpu_s(pid: int) -> float:
+    """Return the processor time of all threads of a process, in seconds; exact, unlike /proc/PID/stat."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
 @dataclass
 class Stalls:
     """How long the event loop did not come to its timers, in seconds."""

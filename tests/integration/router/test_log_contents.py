@@ -15,7 +15,6 @@ import pytest
 from fulcrum_cluster.logs import configure_logging, log_loop_errors
 from fulcrum_router.policy.tiers.tier_reserve import TierReserve
 from tests.integration.router.fake_engines import (
-    DEADLINE_S,
     STREAM_HEAD,
     FakeEngine,
     ResponseWriter,
@@ -24,6 +23,7 @@ from tests.integration.router.fake_engines import (
     close_connection,
     never_respond,
     run_router,
+    send_raw,
     settings_with_short_timeouts,
 )
 from tests.waiting import wait_until
@@ -87,16 +87,6 @@ ENGINE_SCRIPTS: dict[str, Script] = {
 }
 
 
-async def post(port: int, request: bytes) -> bytes:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(request)
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            return await reader.read()
-    finally:
-        writer.transport.abort()
-
-
 def build_request(*, stream: bool) -> bytes:
     body = json.dumps({"prompt": CANARY, "user": CANARY, "stream": stream}).encode()
     return build_post(body, "connection: close", f"x-customer-tier: {CANARY}", f"x-request-id: {CANARY}")
@@ -114,7 +104,7 @@ async def test_no_text_is_logged_if_an_engine_responds_with(
     settings = settings_with_short_timeouts(first_byte=0.2, prefill=0.2, idle=0.2)
     async with run_router(*engines, settings=settings) as world:
         for stream in (True, False):
-            assert await post(world.port, build_request(stream=stream))
+            assert await send_raw(world.port, build_request(stream=stream))
         await wait_until(world.ledgers_are_empty, "nothing is in flight")
     assert CANARY not in log_lines.getvalue()
     for line in log_lines.getvalue().splitlines():
@@ -138,7 +128,7 @@ BAD_REQUESTS = {
 async def test_no_text_is_logged_if_a_client_sends(log_lines: io.StringIO, name: str) -> None:
     log_loop_errors(asyncio.get_running_loop())
     async with run_router(FakeEngine("p1"), FakeEngine("d1")) as world:
-        assert b"HTTP/1.1 4" in await post(world.port, BAD_REQUESTS[name])
+        assert b"HTTP/1.1 4" in await send_raw(world.port, BAD_REQUESTS[name])
     assert CANARY not in log_lines.getvalue()
 
 
@@ -165,7 +155,7 @@ async def test_an_internal_error_is_logged_by_its_type_and_place_alone(log_lines
     settings = settings_with_short_timeouts()
     async with run_router(FakeEngine("p1"), FakeEngine("d1"), settings=settings) as world:
         world.router.journeys.tier_reserve = FailingReserve()
-        response = await post(world.port, build_request(stream=True))
+        response = await send_raw(world.port, build_request(stream=True))
     assert b"HTTP/1.1 500" in response
     lines = [json.loads(line) for line in log_lines.getvalue().splitlines()]
     [line] = [line for line in lines if line["level"] == "error"]
@@ -182,9 +172,11 @@ async def test_the_access_log_has_a_line_of_numbers_for_a_share_of_the_requests(
     async with run_router(FakeEngine("p1"), FakeEngine("d1"), settings=settings) as world:
         port = world.port
         for number in range(4):
-            await post(port, build_post(body, "connection: close", f"x-request-id: r{number}"))
-        await post(port, build_post(b"no JSON", "connection: close", "x-request-id: invalid"))
-        await post(port, build_post(body, "connection: close", "x-request-id: passed", path="/v1/embeddings"))
+            await send_raw(port, build_post(body, "connection: close", f"x-request-id: r{number}"))
+        await send_raw(port, build_post(b"no JSON", "connection: close", "x-request-id: invalid"))
+        await send_raw(
+            port, build_post(body, "connection: close", "x-request-id: passed", path="/v1/embeddings")
+        )
     text = log_lines.getvalue()
     lines = [line for line in map(json.loads, text.splitlines()) if line["event"] == "request ended"]
     assert [(line["request_id"], line["outcome"]) for line in lines] == [

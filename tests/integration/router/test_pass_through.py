@@ -11,7 +11,6 @@ import pytest
 from fulcrum_router.data_path.pass_through import GENERATION_PATHS, PASS_THROUGH_PATHS
 from fulcrum_router.http1.framing import frame_chunk
 from tests.integration.router.fake_engines import (
-    DEADLINE_S,
     FakeEngine,
     ResponseWriter,
     Script,
@@ -21,6 +20,7 @@ from tests.integration.router.fake_engines import (
     never_respond,
     respond_with_status,
     run_router,
+    send_raw,
     stream_tokens_then,
 )
 from tests.waiting import wait_until
@@ -204,17 +204,6 @@ async def test_no_error_event_is_put_into_a_chunk_or_an_event_that_was_sent_in_p
             body = json.dumps({**BODY, "stream": True}).encode()
             received = await send_raw(world.port, build_post(body, path="/v1/responses"))
         assert received.endswith(half)
-
-
-async def send_raw(port: int, request: bytes) -> bytes:
-    """Send a request, and read until the router closes the connection."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(request)
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            return await reader.read()
-    finally:
-        writer.transport.abort()
 
 
 async def test_a_client_that_leaves_cancels_its_request(client: aiohttp.ClientSession) -> None:

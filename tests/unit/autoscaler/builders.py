@@ -1,9 +1,13 @@
-"""Builders of the autoscaler policy's input. A test gives only the values that it depends on."""
+"""Builders of the autoscaler policy's input, of which a test gives only the values that it depends on.
 
-from collections.abc import Mapping
+Also the one fake of `ServiceObjects`, the port of the autoscaler's loop.
+"""
+
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fulcrum_autoscaler.policy import AutoscalingRules, Observation
+from fulcrum_core.api import PDAssignment, PDInstance, PDPool, PDService
 from fulcrum_core.api.pdassignment import Floors, PDAssignmentSpec, RoleAssignment
 from fulcrum_core.assignment import AssignmentRules
 from fulcrum_core.router_state import FlipRequest, InstanceState, RouterState
@@ -85,3 +89,25 @@ __all__ = [
     "make_rules",
     "prefill",
 ]
+
+
+class FakeServiceObjects:
+    """`ServiceObjects` that the test sets. As with a real watch, they may be older than the store."""
+
+    def __init__(self) -> None:
+        self.the_service: PDService | None = None
+        self.the_assignment: PDAssignment | None = None
+        self.the_instances: list[PDInstance] = []
+        self.the_pools: list[PDPool] = []
+
+    def service(self) -> PDService | None:
+        return self.the_service
+
+    def assignment(self) -> PDAssignment | None:
+        return self.the_assignment
+
+    def instances(self) -> Iterable[PDInstance]:
+        return self.the_instances
+
+    def pools(self) -> Iterable[PDPool]:
+        return self.the_pools

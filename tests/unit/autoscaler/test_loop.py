@@ -5,7 +5,7 @@ Also with missing or stale objects, and with another writer. One test is of the 
 
 import asyncio
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -27,7 +27,14 @@ from fulcrum_core.router_state import DemandState, FlipRequest, InstanceState, R
 from fulcrum_core.values import Actor, Role
 from tests.clocks import LoopClock, ManualClock
 from tests.objects import make_object
-from tests.unit.autoscaler.builders import NOW_S, decode, make_flip_request, make_router_state, prefill
+from tests.unit.autoscaler.builders import (
+    NOW_S,
+    FakeServiceObjects,
+    decode,
+    make_flip_request,
+    make_router_state,
+    prefill,
+)
 from tests.waiting import advance
 
 
@@ -83,28 +90,6 @@ class ConflictingStore(MemoryStore):
             flips = 40 + self.conflicts_left
             await super().patch(kind, name, {"spec": {"flips": flips}}, namespace=where["namespace"])
         return await super().patch(kind, name, patch, **where)
-
-
-class FakeServiceObjects:
-    """`ServiceObjects` that the test sets. As with a real watch, they may be older than the store."""
-
-    def __init__(self) -> None:
-        self.the_service: PDService | None = None
-        self.the_assignment: PDAssignment | None = None
-        self.the_instances: list[PDInstance] = []
-        self.the_pools: list[PDPool] = []
-
-    def service(self) -> PDService | None:
-        return self.the_service
-
-    def assignment(self) -> PDAssignment | None:
-        return self.the_assignment
-
-    def instances(self) -> Iterable[PDInstance]:
-        return self.the_instances
-
-    def pools(self) -> Iterable[PDPool]:
-        return self.the_pools
 
 
 class AutoscalerSetup:

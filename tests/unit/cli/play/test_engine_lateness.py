@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from fulcrum_cli.play.engine_lateness import EngineLateness, parse_buckets, percentile_s
+from fulcrum_cli.play.engine_lateness import EngineLateness, parse_buckets, percentile_edge_s
 
 EXPOSITION = """# TYPE fulcrum_engine_step_lateness_seconds histogram
 fulcrum_engine_step_lateness_seconds_bucket{model_name="m",le="0.001"} 90.0
@@ -21,15 +21,15 @@ def test_the_histogram_is_read_from_an_engines_metrics() -> None:
 
 @pytest.mark.parametrize(("percent", "edge"), [(50, 0.001), (90, 0.001), (99, 0.01)])
 def test_a_percentile_is_the_upper_edge_of_its_bucket(percent: float, edge: float) -> None:
-    assert percentile_s({0.001: 90.0, 0.01: 99.0, math.inf: 100.0}, percent) == edge
+    assert percentile_edge_s({0.001: 90.0, 0.01: 99.0, math.inf: 100.0}, percent) == edge
 
 
 def test_a_percentile_above_all_finite_edges_is_the_largest_of_them() -> None:
-    assert percentile_s({0.001: 90.0, 0.01: 99.0, math.inf: 100.0}, 100) == 0.01
+    assert percentile_edge_s({0.001: 90.0, 0.01: 99.0, math.inf: 100.0}, 100) == 0.01
 
 
 def test_lateness_without_samples_is_unknown() -> None:
-    assert percentile_s({}, 99) is None
+    assert percentile_edge_s({}, 99) is None
     assert EngineLateness().p99_ms() is None
 
 
