@@ -38,6 +38,9 @@ from tests.waiting import wait_until
 
 PATHS = sorted({b"/v1/completions", b"/v1/chat/completions", *PASS_THROUGH_PATHS})
 SEPARATOR = b"\n====\n"
+CANARY = "canary-5f1d"
+"""In prompts and answers; no line of the log may hold it."""
+C = CANARY.encode()
 PREFILLED = build_json_response(
     200,
     {
@@ -46,7 +49,7 @@ PREFILLED = build_json_response(
         "kv_transfer_params": make_kv_transfer_params(FakeEngine("p1")),
     },
 )
-CHAT = b'{"messages":[{"role":"user","content":"%b"}],"stream":true,"temperature":0}' % (b"long " * 200)
+CHAT = b'{"messages":[{"role":"user","content":"%b"}],"stream":true,"temperature":0}' % (C * 60)
 CHAT_EVENT = (
     b'data: {"id":"c-1","created":1,"choices":[{"index":0,"delta":{"content":"a"},"logprobs":null,'
     b'"finish_reason":null}]}\n\n'
@@ -54,9 +57,9 @@ CHAT_EVENT = (
 BROKEN = STREAM[: STREAM.index(b"\r\n\r\n") + 4] + b"%x\r\n%b\r\n" % (len(CHAT_EVENT), CHAT_EVENT)
 TOKENS = [
     *dict.fromkeys((*ENGINE_TOKENS, *STREAM_TOKENS)), SEPARATOR, PREFILLED, STREAM, WHOLE, BROKEN, CHAT_EVENT,
-    *PATHS, b'"max_tokens":', b'"max_completion_tokens":', b'"min_tokens":', b'"temperature":0',
-    b'"seed":1', b'"stream":true', b'"logprobs":1', b'"echo":true', b'"best_of":2', b'"stream_interval":',
-    b'"truncate_prompt_tokens":', b'"tools":[', b'"model":', b'"content":', b'"role":',
+    *PATHS, C, b'"text":"%b"' % C, b'"max_tokens":', b'"max_completion_tokens":', b'"min_tokens":',
+    b'"temperature":0', b'"seed":1', b'"stream":true', b'"logprobs":1', b'"echo":true', b'"best_of":2',
+    b'"stream_interval":', b'"truncate_prompt_tokens":', b'"tools":[', b'"model":', b'"content":', b'"role":',
     b'"type":"image_url","image_url":{"url":"http://x"}', b'"stop":["a"]', b'"return_token_ids":true',
     b'"token_ids":[1,2]', b'"usage":{"input_tokens":3,"output_tokens":4}', b'"on"', b'"1_0"', b"1e300",
     b"9223372036854775807", b"-9223372036854775808", b'data: {"error":{"code":', b'"total_tokens":',
@@ -83,15 +86,22 @@ def read_script(data: bytes) -> Script:
     return Script(path, body, prefill, decodes or [STREAM if b'"stream":true' in body else WHOLE])
 
 
+PROMPT = b'{"model":"m","prompt":"%b","user":"%b"}' % (C, C)
+STREAMED = b'{"prompt":["%b"],"stream":true,"temperature":0,"max_tokens":5}' % C
 CORPUS = [
-    *(b"/v1/completions\n" + body for body in CLIENT_BODIES),
-    *(b"/v1/completions\n" + CLIENT_BODIES[0] + SEPARATOR + each for each in ENGINE_RESPONSES),
+    *(b"/v1/completions\n" + body for body in (PROMPT, *CLIENT_BODIES)),
+    *(b"/v1/completions\n" + PROMPT + SEPARATOR + each for each in ENGINE_RESPONSES),
     *(
-        b"/v1/completions\n" + CLIENT_BODIES[2] + SEPARATOR + PREFILLED + SEPARATOR + each
+        b"/v1/completions\n"
+        + STREAMED
+        + SEPARATOR
+        + PREFILLED
+        + SEPARATOR
+        + each.replace(b'"a"', b'"%b"' % C)
         for each in ENGINE_RESPONSES
     ),
     b"/v1/chat/completions\n" + CHAT + SEPARATOR + PREFILLED + SEPARATOR + BROKEN + SEPARATOR + STREAM,
-    *(path + b'\n{"model":"m","input":"a","stream":true,"max_tokens":3}' for path in PATHS),
+    *(path + b'\n{"model":"m","input":"%b","stream":true,"max_tokens":3}' % C for path in PATHS),
 ]
 
 
@@ -193,6 +203,7 @@ def test_each_request_is_answered_without_an_internal_error(run_fuzzer: RunFuzze
         with structlog.testing.capture_logs() as logs:
             written = await exchange(world, script)
             await wait_until(world.ledgers_are_empty, "nothing is in flight", interval_s=0.001)
+        assert CANARY not in str(logs)
         errors = [entry for entry in logs if entry.get("exc_info")]
         assert not errors, errors
         assert not loop_errors, loop_errors
