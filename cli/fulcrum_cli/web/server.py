@@ -10,8 +10,8 @@ POST /api/actions  {"action": …}; needs the token, and exists only with `play 
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,14 @@ ACTION_BYTES_MAX = 4096
 WRITE_TIMEOUT_S = 30.0
 """A page that reads nothing for this long is disconnected; it reconnects by itself."""
 SHUTDOWN_TIMEOUT_S = 1.0
+UNUSED_CONNECTIONS_MAX = 128
+"""Open connections that show no states. Each takes an open file of `play`, and needs no token."""
 PAGE_FOLDER = Path(__file__).parent / "page"
 _FILES = {"/": "index.html", "/page.js": "page.js", "/page.css": "page.css", "/icon.svg": "icon.svg"}
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+
+_SHOWING: web.AppKey[set[asyncio.BaseTransport]] = web.AppKey("showing")
+"""Connections whose page gets states."""
 
 RunAction = Callable[[dict[str, Any]], Awaitable[str]]
 """Carries out an action of the page; returns what happened, for people. Raises `FulcrumError` if refused."""
@@ -53,7 +58,7 @@ def make_app(
 
     async def get_states(request: web.Request) -> web.StreamResponse:
         try:
-            with broadcast.open_page() as queue:
+            with broadcast.open_page() as queue, _mark_showing(request):
                 response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
                 await response.prepare(request)
                 while True:
@@ -76,6 +81,7 @@ def make_app(
         return web.json_response({"message": message})
 
     app = web.Application(middlewares=[check_access], client_max_size=ACTION_BYTES_MAX)
+    app[_SHOWING] = set()
     app.on_response_prepare.append(_add_page_headers)
     app.add_routes([web.get(path, _serve_file(PAGE_FOLDER / name)) for path, name in _FILES.items()])
     app.add_routes([web.get("/api/states", get_states)])
@@ -98,14 +104,47 @@ async def serve_page(
     runner = make_runner(make_app(broadcast, token=token, run_action=run_action))
     await runner.setup()
     try:
-        site = web.TCPSite(runner, HOST, port)
         try:
-            await site.start()
+            listener = await _listen(runner, port)
         except OSError as error:
             raise InvalidInput("--port", port, f"cannot be used: {error.strerror or error}") from error
-        yield f"http://{HOST}:{runner.addresses[0][1]}/#{token}"
+        try:
+            yield f"http://{HOST}:{listener.sockets[0].getsockname()[1]}/#{token}"
+        finally:
+            listener.close()
     finally:
         await runner.cleanup()
+
+
+async def _listen(runner: web.AppRunner, port: int) -> asyncio.Server:
+    """Accept connections. Of too many that show no states the oldest are closed."""
+    loop, server, showing = asyncio.get_running_loop(), runner.server, runner.app[_SHOWING]
+    assert server is not None
+
+    def close_unused() -> None:
+        transports = [connection.transport for connection in server.connections]
+        unused = [each for each in transports if each and not each.is_closing() and each not in showing]
+        for transport in unused[: max(0, len(unused) - UNUSED_CONNECTIONS_MAX)]:
+            transport.abort()
+
+    def accept() -> asyncio.Protocol:
+        loop.call_soon(loop.call_soon, close_unused)  # by then the server knows the connection
+        return server()
+
+    return await loop.create_server(accept, HOST, port)
+
+
+@contextmanager
+def _mark_showing(request: web.Request) -> Iterator[None]:
+    """Keep the connection of a page that gets states, while it does."""
+    showing, transport = request.app[_SHOWING], request.transport
+    if transport is not None:  # None: the page has left
+        showing.add(transport)
+    try:
+        yield
+    finally:
+        if transport is not None:
+            showing.discard(transport)
 
 
 def _parse_action(body: bytes) -> dict[str, Any]:

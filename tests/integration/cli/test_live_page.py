@@ -13,7 +13,7 @@ from aiohttp import web
 from fulcrum_cli.web.access import PAGE_HEADERS
 from fulcrum_cli.web.broadcast import PAGES_MAX, Broadcast
 from fulcrum_cli.web.feed import Feed
-from fulcrum_cli.web.server import make_app, make_runner, serve_page
+from fulcrum_cli.web.server import UNUSED_CONNECTIONS_MAX, make_app, make_runner, serve_page
 from fulcrum_cluster.memory_store import MemoryStore
 from fulcrum_core.errors import InvalidInput
 from tests.clocks import ManualClock
@@ -172,6 +172,23 @@ async def test_a_page_that_stops_reading_is_disconnected_and_others_go_on(
             await wait_until(lambda: broadcast.open_pages == 0, "the other page left")
     finally:
         await runner.cleanup()
+
+
+async def test_connections_that_show_nothing_keep_no_page_out(session: aiohttp.ClientSession) -> None:
+    broadcast = Broadcast()
+    async with serve_page(broadcast) as address:
+        page = Page(session, address)
+        shown = await page.get("api/states")
+        port = int(address.split(":")[2].split("/")[0])
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(UNUSED_CONNECTIONS_MAX + 50)]
+        await wait_until(lambda: sum(reader.at_eof() for reader, _ in held) >= 50, "the oldest are closed")
+        async with page.get("") as file:
+            assert file.status == 200
+        broadcast.send(b'{"shown": 1}')
+        assert await read_state(shown) == {"shown": 1}
+        for _, writer in held:
+            writer.transport.abort()
+        shown.close()
 
 
 async def test_a_used_port_is_named() -> None:
