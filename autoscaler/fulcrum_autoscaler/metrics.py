@@ -3,7 +3,7 @@
 `server` exposes the metrics, `loop` records both.
 """
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
 
 from fulcrum_autoscaler.policy import (
     AutoscalingRules,
@@ -17,6 +17,8 @@ from fulcrum_autoscaler.policy import (
 from fulcrum_cluster.tracing import RootSpans
 from fulcrum_core.values import FlipPolicy, Role
 
+# Else each counter of a service has one series more, since when it counts.
+disable_created_metrics()  # type: ignore[no-untyped-call]  # the library has no types here
 _UNKNOWN = float("nan")
 _SERVICE_LABELS = ["namespace", "service"]
 
