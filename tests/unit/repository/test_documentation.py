@@ -40,6 +40,13 @@ def test_each_alert_has_a_section_in_the_runbook_of_alerts() -> None:
     ]
 
 
+def test_each_alert_says_a_command_or_a_query_that_shows_the_cause() -> None:
+    text = (DOCS / "runbooks/Alerts.md").read_text(encoding="utf-8")
+    sections = dict(section.split("\n", 1) for section in text.split("\n## ")[1:])
+    shown = r"^    \S|`kubectl \S+ "  # a line of code, or a command inside a sentence
+    assert [name for name, body in sections.items() if not re.search(shown, body, re.MULTILINE)] == []
+
+
 def test_rules_name_families_that_exist() -> None:
     rules = (ROOT / "helm/fulcrum/rules/fulcrum.yaml").read_text(encoding="utf-8")
     named = set(re.findall(r"fulcrum_(?:router|operator|autoscaler)_\w+", rules))
