@@ -4,9 +4,10 @@ from tools.dashboards.panels import Panel, build_dashboard, lines
 from tools.dashboards.queries import RATE, SELECTOR, Query, largest, quantiles_of_all, rate
 
 _FORECAST = (
-    f"sum by (time) (rate(fulcrum_router_ttft_forecast_seconds_total{{{SELECTOR}}}[{RATE}]))"
-    f" / ignoring (time) group_left () sum(rate(fulcrum_router_ttft_forecasts_total{{{SELECTOR}}}[{RATE}]))"
+    f'sum(rate(fulcrum_router_ttft_forecast_seconds_total{{{{{SELECTOR},time="{{time}}"}}}}[{RATE}]))'
+    f" / sum(rate(fulcrum_router_ttft_forecasts_total{{{{{SELECTOR}}}}}[{RATE}]))"
 )
+_ACTUAL = {"forecast": "purple", "actual": "green"}
 _PREFILL_WORK = f"sum(rate(fulcrum_router_demand_prefill_seconds_total{{{SELECTOR}}}[{RATE}]))"
 _OUTPUT_TOKENS = f"sum(rate(fulcrum_router_output_tokens_total{{{SELECTOR}}}[{RATE}]))"
 
@@ -21,8 +22,9 @@ def _seen() -> list[Panel]:
     return [
         lines(
             "Load by role",
-            "What the autoscaler saw. Policy arrow flips to decode while decode is above expand, and to "
-            "prefill only while decode is below shrink. NaN (a gap): not known, nothing flips.",
+            "What policy arrow saw: it flips to decode while decode is above expand, and to prefill only "
+            "while decode is below shrink. A gap: not known, and nothing flips; or the policy is balanced, "
+            "which goes by the forecasts below.",
             [
                 largest("autoscaler_load_ratio", "role"),
                 largest("autoscaler_threshold_ratio", "threshold", legend="{{threshold}} threshold"),
@@ -46,18 +48,26 @@ def _seen() -> list[Panel]:
             "Forecast and actual TTFT",
             "Mean TTFT of streams: as predicted when the prompt was sent, and as it was. Flip "
             "requests follow from the same model. Lines that part for minutes: see FulcrumPredictionsOff.",
-            [Query(_FORECAST, "{{time}}")],
+            [
+                Query(_FORECAST.format(time="predicted"), "forecast"),
+                Query(_FORECAST.format(time="measured"), "actual"),
+            ],
             unit="s",
+            colors=_ACTUAL,
         ),
         lines(
             "Forecast and actual prefill work",
-            "Policy balanced: the prefill instances that arriving prompts will keep busy, and those that "
-            "they did. More than there are: prefill is the bottleneck. Lines that part for minutes: the load "
+            "The prefill instances that prompts kept busy, as policy balanced expected it, and those that "
+            "serve. Work above them: prefill is the bottleneck. Lines that part for minutes: the load "
             "comes in bursts; keep more instances.",
             [
                 largest("autoscaler_forecast_prefill_instances", "service", legend="forecast"),
                 Query(_PREFILL_WORK, "actual"),
+                Query(
+                    f'max(fulcrum_router_serving_instances{{{SELECTOR},role="prefill"}})', "prefill serving"
+                ),
             ],
+            colors=_ACTUAL,
         ),
         lines(
             "Forecast and actual output tokens",
@@ -68,6 +78,7 @@ def _seen() -> list[Panel]:
                 largest("autoscaler_forecast_output_tokens_per_second", "service", legend="forecast"),
                 Query(_OUTPUT_TOKENS, "actual"),
             ],
+            colors=_ACTUAL,
         ),
         lines(
             "Error of the predicted TTFT",

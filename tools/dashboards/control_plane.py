@@ -6,6 +6,23 @@
 from tools.dashboards.panels import Panel, build_dashboard, figure, lines, timeline
 from tools.dashboards.queries import RATE, SELECTOR, Query, largest, quantiles_of_all, rate
 
+_BAD, _NEUTRAL = "Degraded|ScalingLimited", "Progressing|Simulated"
+"""Conditions that are False in a healthy service, and those that say nothing of its health."""
+
+
+def _condition(matcher: str, first: int) -> str:
+    """The conditions of which `first` is the value of Unknown."""
+    metric = f"fulcrum_operator_service_condition{{{SELECTOR},condition{matcher}}}"
+    return f"max by (condition, reason) ({metric}) + {first + 1}"
+
+
+_CONDITIONS = " or ".join(
+    (
+        _condition(f'!~"{_BAD}|{_NEUTRAL}"', 0),
+        _condition(f'=~"{_BAD}"', 3),
+        _condition(f'=~"{_NEUTRAL}"', 6),
+    )
+)
 _ONE_IS_RIGHT = ((None, "red"), (1.0, "green"), (2.0, "orange"))
 
 
@@ -35,9 +52,13 @@ def _state() -> list[Panel]:
             steps=_ONE_IS_RIGHT,
         ),
         figure(
-            "Generation of the assignment",
-            "The router's acknowledgement. If it stays behind the PDAssignment, the router's watch is stale.",
-            largest("router_assignment_generation", "service"),
+            "Assignments the router has not read",
+            "0 is right. More for a minute: flips and cordons have no effect; see FulcrumWatchStale.",
+            Query(
+                f"max(fulcrum_operator_assignment_generation{{{SELECTOR}}})"
+                f" - max(fulcrum_router_assignment_generation{{{SELECTOR}}})"
+            ),
+            steps=((None, "green"), (1.0, "orange")),
         ),
         figure(
             "Takeovers in an hour",
@@ -93,13 +114,14 @@ def _instances() -> list[Panel]:
         ),
         timeline(
             "Conditions",
-            "Ready and KVTransferVerified are True, Degraded is False in a healthy service; docs/runbooks "
-            "has a page for each.",
-            Query(
-                f"max by (condition, reason) (fulcrum_operator_service_condition{{{SELECTOR}}}) + 1",
-                "{{condition}}: {{reason}}",
-            ),
-            names=[("Unknown", "grey"), ("False", "purple"), ("True", "blue")],
+            "Red: a service needs somebody; docs/runbooks has a page for each condition. Blue and purple "
+            "only say what is going on.",
+            Query(_CONDITIONS, "{{condition}}: {{reason}}"),
+            names=[
+                *(("Unknown", "grey"), ("False", "red"), ("True", "green")),
+                *(("Unknown", "grey"), ("False", "green"), ("True", "red")),
+                *(("Unknown", "grey"), ("False", "purple"), ("True", "blue")),
+            ],
         ),
         lines(
             "Time of drains",
@@ -123,9 +145,21 @@ def _router() -> list[Panel]:
             unit="bytes",
         ),
         lines(
-            "Failed background tasks",
-            "Each was started again. Any line deserves the router's log.",
-            [rate("router_background_task_failures_total", "task")],
+            "Faults of the router",
+            "All 0 is right. refused connections, for want of memory: clients open or send more than the "
+            "router may hold. assignments: see FulcrumWatchStale. A background task: see the router's log.",
+            [
+                _total("router_refused_connections_total", "refused connections"),
+                _total("router_memory_refusals_total", "refused for want of memory"),
+                _total("router_assignments_refused_total", "refused assignments"),
+                _total("router_failed_handshakes_total", "failed TLS handshakes"),
+                rate("router_background_task_failures_total", "task"),
+            ],
             unit="ops",
         ),
     ]
+
+
+def _total(metric: str, legend: str) -> Query:
+    """How often a counter is raised in a second."""
+    return Query(f"sum(rate(fulcrum_{metric}{{{SELECTOR}}}[{RATE}]))", legend)

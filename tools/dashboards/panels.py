@@ -6,7 +6,7 @@ The modules of the dashboards call it; it knows no metric.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grafana_foundation_sdk.builders import (
@@ -36,10 +36,11 @@ from grafana_foundation_sdk.models.dashboard import (
     ThresholdsMode,
     ValueMap,
     ValueMappingResult,
+    VariableOption,
     VariableRefresh,
 )
 
-from tools.dashboards.queries import FLIPS, Query
+from tools.dashboards.queries import FLIPS, SELECTOR, Query
 
 _SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 _WIDTH, _HEIGHT = 12, 8
@@ -47,9 +48,22 @@ _BY_THRESHOLD = dashboard.FieldColor().mode(FieldColorModeId.THRESHOLDS)
 ROLE_COLORS = {"prefill": "orange", "decode": "blue"}
 """Colours of series whose name begins with a role: those of the live page."""
 _DASHED = {"fill": "dash", "dash": [6, 6]}
+_RATES = ("ops", "reqps")
+PART_COLORS = {
+    "admission": "yellow",
+    "waiting": "red",
+    "retries": "purple",
+    "prefill_queue": "super-light-orange",
+    "transfer": "green",
+    "decode_queue": "super-light-blue",
+    "slow_client": "#8e8e8e",
+}
+"""Colours of the parts of a request's time; prefill and decode have those of the roles."""
 _STYLES: dict[str, dict[str, Any]] = {
     " assigned": {"custom.lineStyle": _DASHED},
     " threshold": {"custom.lineStyle": _DASHED, "color": {"mode": "fixed", "fixedColor": "purple"}},
+    "objective": {"custom.lineStyle": _DASHED, "color": {"mode": "fixed", "fixedColor": "red"}},
+    "forecast": {"custom.lineStyle": _DASHED},
     "p50": {"custom.lineStyle": {"fill": "dot", "dash": [2, 6]}},
     "p90": {"custom.lineStyle": _DASHED},
     "p99.9": {"custom.lineWidth": 2},
@@ -68,8 +82,12 @@ def lines(
     width: int = _WIDTH,
     limit: float | None = None,
     top: float | None = None,
+    colors: Mapping[str, str] | None = None,
 ) -> timeseries.Panel:
-    """A panel of lines; `text` says what to do, `limit` is a threshold, the axis reaches at least `top`."""
+    """A panel of lines; `text` says what to do, `limit` is a threshold, the axis reaches at least `top`.
+
+    `colors`: fixed ones, by the names of series.
+    """
     panel = timeseries.Panel().title(title).description(text).datasource(_SOURCE).unit(unit)
     panel = panel.span(width).height(_HEIGHT).line_width(1).fill_opacity(0).axis_soft_min(0)
     styles = {
@@ -79,6 +97,10 @@ def lines(
         f"/{end}$/": style
         for end, style in _STYLES.items()
         if any(query.legend.endswith(end) for query in queries)
+    }
+    styles |= {
+        f"/^{name}$/": {"color": {"mode": "fixed", "fixedColor": color}}
+        for name, color in (colors or {}).items()
     }
     for pattern, style in styles.items():
         values = [DynamicConfigValue(id_val=name, value=value) for name, value in style.items()]
@@ -91,6 +113,8 @@ def lines(
         panel = panel.thresholds(_thresholds([(None, "green"), (limit, "red")])).thresholds_style(
             common.GraphThresholdsStyleConfig().mode(GraphThresholdsStyleMode.DASHED)
         )
+    if top is None and unit in _RATES:
+        top = 0.1  # else the axis of a rate that is 0 reaches to 100
     if top is not None:
         panel = panel.axis_soft_max(top)
     for number, query in enumerate(queries):
@@ -149,10 +173,12 @@ def build_dashboard(
     rows: Sequence[tuple[str, Sequence[Panel]]],
     *,
     inputs: Sequence[tuple[str, str, str]] = (),
+    filters: Mapping[str, str] | None = None,
 ) -> str:
     """Build a dashboard with rows of panels, and flips as annotations; return its JSON.
 
-    Its uid is made of its title. `inputs`: name, label and default of variables that users type.
+    Its uid is made of its title. `inputs`: name, label and default of variables that users type; `filters`:
+    labels of which users choose some values, with the metric that has them.
     """
     builder = dashboard.Dashboard(f"Fulcrum / {title}").description(text).tags(["fulcrum"])
     builder = builder.uid(f"fulcrum-{title.lower().replace(' ', '-')}").refresh("30s").time("now-1h", "now")
@@ -172,6 +198,17 @@ def build_dashboard(
             dashboard.QueryVariable(name)
             .datasource(_SOURCE)
             .query(query)
+            .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+        )
+    for name, metric in (filters or {}).items():
+        builder = builder.with_variable(
+            dashboard.QueryVariable(name)
+            .datasource(_SOURCE)
+            .query(f"label_values({metric}{{{SELECTOR}}}, {name})")
+            .multi(True)
+            .include_all(True)
+            .all_value(".*")
+            .current(VariableOption(selected=True, text="All", value="$__all"))
             .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
         )
     for name, label, default in inputs:

@@ -38,15 +38,16 @@ def rate(metric: str, by: str) -> Query:
     return Query(f"sum by ({by}) (rate(fulcrum_{metric}{{{SELECTOR}}}[{RATE}]))", _name_series(by))
 
 
-def quantile(share: float, metric: str, by: str = "tier") -> Query:
-    """A quantile of a histogram, by a label."""
-    expr = f"histogram_quantile({share}, sum by (le, {by}) (rate({metric}_bucket{{{SELECTOR}}}[{RATE}])))"
-    return Query(expr, f"{_name_series(by)} p{100 * share:g}", exemplars=metric in _WITH_EXEMPLARS)
+def quantile(share: float, metric: str, selector: str = SELECTOR) -> Query:
+    """A quantile of a histogram, by tier."""
+    expr = f"histogram_quantile({share}, sum by (le, tier) (rate({metric}_bucket{{{selector}}}[{RATE}])))"
+    return Query(expr, f"{{{{tier}}}} p{100 * share:g}", exemplars=metric in _WITH_EXEMPLARS)
 
 
-def quantiles(metric: str, by: str = "tier") -> list[Query]:
-    """The quantiles p50 to p99.9 of a histogram, by a label."""
-    return [quantile(share, metric, by) for share in (0.5, 0.9, 0.99, 0.999)]
+def quantiles(metric: str) -> list[Query]:
+    """The quantiles p50 to p99.9 of a histogram, by tier, of the tiers that are chosen."""
+    chosen = f'{SELECTOR},tier=~"$tier"'
+    return [quantile(share, metric, chosen) for share in (0.5, 0.9, 0.99, 0.999)]
 
 
 def quantiles_of_all(

@@ -1,6 +1,6 @@
 """Dashboard Service: SLO attainment, latency, work and failures of one service. `__main__` calls `build`."""
 
-from tools.dashboards.panels import Panel, build_dashboard, lines
+from tools.dashboards.panels import PART_COLORS, Panel, build_dashboard, figure, lines
 from tools.dashboards.queries import (
     ENDED,
     OFFERED,
@@ -16,18 +16,47 @@ from tools.dashboards.queries import (
 
 _MET = f"sum by (tier) (rate({SLO_MET}[{RATE}]))"
 _JUDGED = f"sum by (tier) (rate({ENDED}[{RATE}]))"
+_PREFILL_QUEUED = f'fulcrum_router_instance_prefill_queued_seconds{{{SELECTOR},role!="decode"}}'
+_PROMPT_TOKENS = f"sum(rate(fulcrum_router_prompt_tokens_sent_total{{{SELECTOR}}}[{RATE}]))"
+_OVERFLOW = f"sum(rate(fulcrum_router_overflow_prompt_tokens_total{{{SELECTOR}}}[{RATE}]))"
 _TRANSFERS = f"fulcrum_router_kv_transfers_total{{{SELECTOR}"
+_ATTAINED = (
+    f"sum by (namespace, service, tier) (increase({SLO_MET}[$__range]))"
+    f" / sum by (namespace, service, tier) (increase({ENDED}[$__range]))"
+)
 _BUDGET = f"on (namespace, service) group_left () fulcrum:slo_budget:ratio{{{SELECTOR}}}"
 
 
 def build() -> str:
     """Build the JSON of the dashboard."""
     rows = [("SLO", _slo()), ("Latency", _latency()), ("Work", _work()), ("KV transfers and failures", _kv())]
-    return build_dashboard("Service", "Is the SLO met, and what holds it back?", rows)
+    return build_dashboard(
+        "Service",
+        "Is the SLO met, and what holds it back?",
+        rows,
+        filters={"tier": "fulcrum_router_requests_offered_total"},
+    )
 
 
 def _slo() -> list[Panel]:
     return [
+        figure(
+            "SLO attainment in the time range",
+            "Of each tier. Below the objective: the panels below show since when, and what the misses wait "
+            "for.",
+            Query(_ATTAINED, "{{tier}}"),
+            unit="percentunit",
+            width=12,
+        ),
+        figure(
+            "Error budget left",
+            "Of the time range, for each tier. 0 %: more requests missed than the objective allows; see what "
+            "the misses wait for.",
+            Query(f"clamp_min(1 - (1 - {_ATTAINED}) / {_BUDGET}, 0)", "{{tier}}"),
+            unit="percentunit",
+            width=12,
+            steps=((None, "red"), (0.001, "orange"), (0.25, "green")),
+        ),
         lines(
             "SLO attainment",
             "Share of requests that met TTFT and TPOT. Below the objective: the next panel shows the causes.",
@@ -45,6 +74,7 @@ def _slo() -> list[Panel]:
             [rate("router_slo_misses_total", "part")],
             unit="reqps",
             stacked=True,
+            colors=PART_COLORS,
         ),
         lines(
             "Error budget burn",
@@ -71,6 +101,7 @@ def _slo() -> list[Panel]:
             ],
             unit="s",
             stacked=True,
+            colors=PART_COLORS,
         ),
     ]
 
@@ -79,7 +110,8 @@ def _latency() -> list[Panel]:
     return [
         lines(
             "TTFT of streams",
-            "From arrival to the first token. If p99 leaves p50 (dotted) behind, look at the queues.",
+            "From arrival to the first token, of the tiers chosen above. If p99 leaves p50 (dotted) behind, "
+            "look at the queues.",
             quantiles("fulcrum_router_ttft_seconds"),
             unit="s",
         ),
@@ -138,16 +170,45 @@ def _work() -> list[Panel]:
         ),
         lines(
             "Load by role",
-            "1: the objective is just met. Above it the autoscaler flips, or holds; the dashboard "
-            "Autoscaler shows the reason.",
+            "Of policy arrow. 1: the objective is just met. Above it the autoscaler flips, or holds; the "
+            "dashboard Autoscaler shows the reason, and the forecasts of policy balanced.",
             [largest("autoscaler_load_ratio", "role")],
             limit=1.0,
+        ),
+        lines(
+            "Queues before prefill",
+            "Predicted seconds until prompts that wait are computed: all in the router, and on the instances "
+            "that compute prompts. They grow while decode's queue does not: more prefill.",
+            [
+                Query(f"max(fulcrum_router_waiting_prefill_seconds{{{SELECTOR}}})", "router"),
+                Query(f"avg({_PREFILL_QUEUED})", "instances, mean"),
+                Query(f"max({_PREFILL_QUEUED})", "fullest instance"),
+            ],
+            unit="s",
+        ),
+        lines(
+            "Queues before decode",
+            "Requests that wait in the engines of decode instances, for a place or for their KV, and prompts "
+            "whose KV nobody has fetched yet. They grow while prefill's queue does not: more decode.",
+            [
+                Query(f'sum(vllm:num_requests_waiting{{{SELECTOR},role="decode"}})', "in engines"),
+                Query(f"sum(fulcrum_router_instance_pending_transfers{{{SELECTOR}}})", "pending transfers"),
+            ],
         ),
         lines(
             "Requests",
             "Per second, by outcome. failed and broken are ours to explain; invalid ones are the clients'.",
             [Query(f"sum(rate({OFFERED}[{RATE}]))", "offered"), rate("router_requests_total", "outcome")],
             unit="reqps",
+        ),
+        lines(
+            "Share of prompts on CPUs",
+            "Of the prompt tokens, only with a pool of CPUs beside accelerators. At the line "
+            "FulcrumCPUPrefill fires after a while: accelerators are missing.",
+            [Query(f"{_OVERFLOW} / ({_PROMPT_TOKENS} > 0)", "CPUs")],
+            unit="percentunit",
+            limit=0.05,
+            top=0.1,
         ),
         lines(
             "Refused and stopped",
@@ -199,6 +260,13 @@ def _kv() -> list[Panel]:
             "Requests to engines that failed, by cause. For engine and network the dashboard "
             "Instances names the instance.",
             [rate("router_leg_failures_total", "phase, cause")],
+            unit="reqps",
+        ),
+        lines(
+            "Streams whose engine failed",
+            "continued: another instance went on, and the client saw nothing. not_sound: without a seed or "
+            "greedy sampling the rest would be another text. Any line: an engine ended; see the instances.",
+            [rate("router_stream_continuations_total", "outcome")],
             unit="reqps",
         ),
     ]

@@ -33,8 +33,7 @@ def build() -> str:
         ("What was promised", _promise()),
         ("Admission", _admission()),
         ("Latency", _latency()),
-        ("Tenants", _tenants()),
-        ("Callers", _callers()),
+        ("Tenants and callers", [*_tenants(), _callers()]),
     ]
     return build_dashboard("Tiers and tenants", "Who gets what was promised?", rows)
 
@@ -124,8 +123,8 @@ def _tenants() -> list[Panel]:
     return [
         lines(
             "Requests of tenants",
-            "The 6 tenants with most requests, and (others). One far above the rest: give it a rate limit, "
-            "or a tier of its own.",
+            "Those with most requests (spec.router.namedTenants), and (others). One far above the rest: give "
+            "it a rate limit, or a tier of its own.",
             [Query(f"sum by (tenant) (rate({_TENANT_REQUESTS}[{RATE}]))", "{{tenant}}")],
             unit="reqps",
             stacked=True,
@@ -175,27 +174,20 @@ def _latency() -> list[Panel]:
     ]
 
 
-def _callers() -> list[Panel]:
-    return [
-        lines(
-            "Refused callers",
-            "401 per second, by reason. unknown: a client has an old key.",
-            [rate("router_refused_callers_total", "reason")],
-            unit="reqps",
-        ),
-        lines(
-            "Headers without effect",
-            "A client that is not a trusted proxy names tenant or tier: see spec.router.auth.",
-            [rate("router_dropped_headers_total", "header")],
-            unit="reqps",
-        ),
-        lines(
-            "Unknown tiers",
-            "Requests that name a tier that the service does not list; they get the default tier.",
-            [Query(f"sum(rate(fulcrum_router_unknown_tiers_total{{{SELECTOR}}}[{RATE}]))", "requests")],
-            unit="reqps",
-        ),
-    ]
+def _callers() -> Panel:
+    unknown_tiers = f"sum(rate(fulcrum_router_unknown_tiers_total{{{SELECTOR}}}[{RATE}]))"
+    return lines(
+        "Keys, headers and tiers that are not valid",
+        "401: a client has no key, or an old one. dropped: a client that is not a trusted proxy names a "
+        "tenant or a tier; see spec.router.auth. unknown tier: the service does not list it, so the default "
+        "tier counts.",
+        [
+            Query(unknown_tiers, "unknown tier"),
+            replace(rate("router_refused_callers_total", "reason"), legend="401, {{reason}} key"),
+            replace(rate("router_dropped_headers_total", "header"), legend="dropped {{header}}"),
+        ],
+        unit="reqps",
+    )
 
 
 def _only_positive(query: Query) -> Query:

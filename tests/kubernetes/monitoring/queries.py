@@ -23,9 +23,8 @@ RIGHTLY_EMPTY = {
     "Flip requests of the router": "every request may be within its SLO",
     "Flips": "every split may be right",
     "annotation Flips": "as the panel",
-    "Failed background tasks": "none failed",
-    "Refused callers": "the service asks for no keys",
-    "Headers without effect": "every client is trusted",
+    "Faults of the router": "no background task and no TLS handshake failed",
+    "Keys, headers and tiers that are not valid": "the service asks for no keys, and trusts every client",
 }
 """Panels that may have no data in the scenario, and why."""
 GRAFANA_VALUES = {
@@ -35,6 +34,8 @@ GRAFANA_VALUES = {
     "namespace": "default",
     "service": "play",
     "price": "2.50",
+    "tier": ".*",
+    "instance": ".*",
 }
 """Values of Grafana's variables, longer names first where one begins another."""
 SERIES_MAX, SERIES_OF_INSTANCE_MAX = 400, 150

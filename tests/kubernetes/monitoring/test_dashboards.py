@@ -22,6 +22,7 @@ from tests.kubernetes.monitoring.queries import (
     run_prometheus,
 )
 from tests.kubernetes.monitoring.scenario import run_monitored_service
+from tests.paths import ROOT
 from tests.waiting import wait_until
 
 SECONDS = 120.0
@@ -62,6 +63,13 @@ def test_no_query_depends_on_the_clock_of_prometheus() -> None:
     exprs = [rule["expr"] for group in rules for rule in group["rules"]]
     exprs += [query.expr for query in list_queries()]
     assert [expr for expr in exprs if re.search(r"\b(time|timestamp)\s*\(", expr)] == []
+
+
+def test_the_documented_filter_keeps_every_series_of_engines_that_a_panel_reads() -> None:
+    text = (ROOT / "docs" / "how-to" / "monitoring.md").read_text(encoding="utf-8")
+    (documented,) = re.findall(r"action: keep, source_labels: \[__name__\], regex: (\S+)\}", text)
+    read = {name for query in list_queries() for name in re.findall(r"vllm:\w+", query.expr)}
+    assert sorted(name for name in read if not re.fullmatch(documented, name)) == []
 
 
 def test_each_panel_says_what_to_do() -> None:
