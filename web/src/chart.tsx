@@ -1,8 +1,9 @@
-// A small chart: one line over two minutes, with a dashed line at the objective. Its figures are next to it as text.
+// A small chart: one line over at most two minutes, with a dashed line at the objective. Its figures are next to it as
+// text. A page that was opened just now shows half a minute, so that its line is not a dot at the right end.
 
 const WIDTH = 120;
 const HEIGHT = 34;
-const SAMPLES = 240;
+const SAMPLES_MIN = 60;
 
 interface Props {
   values: (number | null)[];
@@ -15,7 +16,8 @@ interface Props {
 export function Chart({ values, objective, max, area }: Props) {
   const known = values.filter((value) => value !== null);
   const top = max ?? Math.max(objective ? objective * 1.25 : 0, ...known, 1e-9) * 1.05;
-  const x = (index: number) => ((index + SAMPLES - values.length) / (SAMPLES - 1)) * WIDTH;
+  const shown = Math.max(SAMPLES_MIN, values.length);
+  const x = (index: number) => ((index + shown - values.length) / (shown - 1)) * WIDTH;
   const y = (value: number) => HEIGHT - Math.min(1, value / top) * HEIGHT;
   let path = "";
   let pen = "M";
