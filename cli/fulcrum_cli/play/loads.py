@@ -9,7 +9,8 @@ One such instance prefills about 3,000 tokens a second, and within 50 ms a token
   prompts rarely wait.
 * bursty: bursts that need nearly all instances for prefill, and pauses.
 * tiers: code and chat of tenants of three tiers, half of what the service can serve (`CAPACITY_RPS`).
-* tiers-flood: the same requests, and one more tenant of the lowest tier sends five times what it can serve.
+* tiers-flood: the same requests, and one more tenant of the lowest tier sends five times what it can serve;
+  at the start of a run 10 s later, when the router has seen what requests cost.
 
 `session` makes the load of a key or button; recorded workloads are read in `options`.
 """
@@ -17,7 +18,7 @@ One such instance prefills about 3,000 tokens a second, and within 50 ms a token
 import heapq
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
 
@@ -83,6 +84,7 @@ _TENANTS = (
 )
 """Tier, tenant and share of the capacity that it sends."""
 _FLOOD = ("free", "flood", 5.0)
+FLOOD_AFTER_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class TierLoad(GeneratedWorkload):
     """Poisson arrivals of several tenants in one phase; what one sends does not depend on the others."""
 
     senders: tuple[tuple[str, str, float], ...]
+    flood_after_s: float = 0.0
 
     def __iter__(self) -> Iterator[WorkloadRequest]:
         streams = (
@@ -101,7 +104,7 @@ class TierLoad(GeneratedWorkload):
 
     def _send(self, tier: str, tenant: str, mix: TrafficMix, rate_rps: float) -> Iterator[WorkloadRequest]:
         rng = random.Random(f"{self.seed}/{tenant}/{mix.name}")
-        at_s = rng.expovariate(rate_rps)
+        at_s = rng.expovariate(rate_rps) + (self.flood_after_s if tenant == _FLOOD[1] else 0.0)
         while at_s < self.phases[-1].end_s:
             yield WorkloadRequest(at_s, mix.input.draw(rng), mix.output.draw(rng), tenant=tenant, tier=tier)
             at_s += rng.expovariate(rate_rps)
@@ -139,6 +142,12 @@ def list_shapes(qos_tiers: Sequence[str]) -> list[str]:
     ]
 
 
-def make_load(shape: str, *, duration_s: float | None, seed: int) -> GeneratedWorkload:
-    """Return the load of a shape; without a duration it lasts `UNLIMITED_DURATION_S`."""
-    return LOAD_SHAPES[shape](UNLIMITED_DURATION_S if duration_s is None else duration_s, seed)
+def make_load(
+    shape: str, *, duration_s: float | None, seed: int, flood_after_s: float = 0.0
+) -> GeneratedWorkload:
+    """Return the load of a shape; without a duration it lasts `UNLIMITED_DURATION_S`.
+
+    A flood begins `flood_after_s` later than the rest.
+    """
+    load = LOAD_SHAPES[shape](UNLIMITED_DURATION_S if duration_s is None else duration_s, seed)
+    return replace(load, flood_after_s=flood_after_s) if isinstance(load, TierLoad) else load

@@ -14,7 +14,7 @@ from typing import Any
 from fulcrum_cli.assignment.writes import flip_instance
 from fulcrum_cli.play.frame import Frame
 from fulcrum_cli.play.frame_builder import RunProgress, ServiceObservation, build_frame
-from fulcrum_cli.play.loads import TIERS, TIERS_FLOOD, list_shapes, make_load
+from fulcrum_cli.play.loads import FLOOD_AFTER_S, TIERS, TIERS_FLOOD, list_shapes, make_load
 from fulcrum_cli.play.observer import Observer
 from fulcrum_cli.play.options import PlayOptions
 from fulcrum_cli.play.report import RunFigures
@@ -221,7 +221,10 @@ class Session:
         trace_requests, duration_s = self._options.trace_requests, self._options.duration_s
         if trace_requests is None:
             left_s = None if duration_s is None else max(0.0, duration_s - self.elapsed_s)
-            self._generated = make_load(shape, duration_s=left_s, seed=next(self._seeds))
+            after_s = FLOOD_AFTER_S if self._generated is None else 0.0
+            self._generated = make_load(
+                shape, duration_s=left_s, seed=next(self._seeds), flood_after_s=after_s
+            )
         requests = self._limit.filter(self._generated or trace_requests or ())
         self._sending_task = asyncio.create_task(self._load.send(requests))
         if trace_requests is not None:

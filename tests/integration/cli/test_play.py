@@ -82,7 +82,7 @@ def test_a_short_run_serves_every_request_and_leaves_no_process_or_file(
 
 
 def test_a_flood_of_the_lowest_tier_is_refused_and_no_other_request(environment: dict[str, str]) -> None:
-    report = figures(environment, "--for", "6s", "--load", "tiers-flood")
+    report = figures(environment, "--for", "12s", "--load", "tiers-flood")
     requests, tiers = report["requests"], report["tiers"]
     assert every_request_is_accounted_for(requests)
     assert (requests["failed"], requests["broken"], requests["wrong"]) == (0, 0, 0)

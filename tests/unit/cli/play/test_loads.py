@@ -44,6 +44,14 @@ def test_a_flood_adds_five_times_the_capacity_and_changes_no_request_of_the_othe
     assert [request.arrival_s for request in flooded] == sorted(request.arrival_s for request in flooded)
 
 
+def test_a_flood_may_begin_later_than_the_rest() -> None:
+    requests = list(make_load(TIERS_FLOOD, duration_s=40.0, seed=2, flood_after_s=20.0))
+    assert 20.0 <= min(request.arrival_s for request in requests if request.tenant == "flood") < 21.0
+    assert [request for request in requests if request.tenant != "flood"] == list(
+        make_load(TIERS, duration_s=40.0, seed=2)
+    )
+
+
 def test_a_service_without_the_tiers_gets_no_load_that_names_them() -> None:
     assert list_shapes(["premium", "standard", "free"]) == list(LOAD_SHAPES)
     assert list_shapes(["premium"]) == ["moving", "steady", "bursty"]
