@@ -17,7 +17,7 @@ from fulcrum_core.errors import FulcrumError, InvalidInput
 
 app = typer.Typer(
     name="fulcrum",
-    help="Fit the split between prefill and decode instances to the load while requests run.",
+    help="Adapt the split between prefill and decode instances to the load, while requests run.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -40,7 +40,7 @@ def global_options(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
-    """Fit the split between prefill and decode instances to the load while requests run."""
+    """Adapt the split between prefill and decode instances to the load, while requests run."""
 
 
 ServiceArgument = Annotated[
@@ -50,7 +50,7 @@ InstanceArgument = Annotated[str, typer.Argument(help="Name of the instance.")]
 OutputOption = Annotated[str | None, typer.Option("-o", "--output", help="Output format: json or yaml.")]
 PrefixCachesOption = Annotated[
     bool,
-    typer.Option("--prefix-caches", help="Engines keep prompts for those that begin alike, by block ids."),
+    typer.Option("--prefix-caches", help="Simulate prefix caches; needs a workload with block ids."),
 ]
 PlotOption = Annotated[
     Path | None, typer.Option(help="Draw the run over time into this HTML file; needs fulcrum[plot].")
@@ -139,8 +139,8 @@ def up(
     api_keys: Annotated[
         Path | None,
         typer.Option(
-            help="Folder in the place of the Secret that spec.router.auth.apiKeys names: a file of SHA-256 "
-            "digests for each tenant."
+            help="Folder with a file of SHA-256 digests for each tenant, instead of the Secret in "
+            "spec.router.auth.apiKeys."
         ),
     ] = None,
 ) -> None:
@@ -204,7 +204,7 @@ def bounds(
     resplit: Annotated[
         str | None,
         typer.Option(
-            help="Also show the best fixed split, and the best one if it may change at this interval."
+            help="Also show the best fixed split, and the best split that changes at this interval."
         ),
     ] = None,
     prefix_cache: Annotated[
@@ -215,7 +215,7 @@ def bounds(
     ] = False,
     output: OutputOption = None,
 ) -> None:
-    """Show the highest rates of a workload that any scheduler could serve within the SLO."""
+    """Show the request rates of a workload that no scheduler can exceed within the SLO."""
     from fulcrum_cli.commands.bounds import run
 
     run(
@@ -256,7 +256,7 @@ def simulate(
     seeds: Annotated[
         int, typer.Option(help="Repeat with this many seeds, from --seed on, and show the spread.")
     ] = 1,
-    state_age: Annotated[str, typer.Option(help="Age of the state the autoscaler decides on.")] = "100ms",
+    state_age: Annotated[str, typer.Option(help="Age of the router's state at a decision.")] = "100ms",
     flip_latency: Annotated[
         str, typer.Option(help="Time from the write of a flip until the router applies it.")
     ] = "50ms",
@@ -296,7 +296,7 @@ def profile(
     model_config: Annotated[Path, typer.Option(help="The model's config.json, or its folder.")],
     out: Annotated[Path, typer.Option(help="Profile file to write, ending in .yaml.")],
     device: Annotated[
-        str | None, typer.Option(help="Device of the engine, e.g. H100-SXM, to check the result against.")
+        str | None, typer.Option(help="Device of the engine, e.g. H100-SXM; checks the result.")
     ] = None,
     tensor_parallel: Annotated[int, typer.Option(help="Devices of the engine.")] = 1,
     token_budget: Annotated[int, typer.Option(help="The engine's max_num_batched_tokens.")] = 8192,

@@ -181,7 +181,7 @@ class RouterState(_WireModel):
     )
     tiers: tuple[TierState, ...]
     access_problems: tuple[str, ...] = Field(
-        default=(), description="Why API keys have no effect, for people; empty if none are asked for."
+        default=(), description="Why API keys have no effect, for people; empty if no key is needed."
     )
     demand: DemandState | None = Field(
         default=None, description="Work that has arrived; None: an older router."

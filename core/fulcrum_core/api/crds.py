@@ -5,6 +5,7 @@ are refused by strict field validation instead. Rules between fields are CEL nex
 """
 
 import copy
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -109,7 +110,7 @@ def _root_schema(kind: type[Resource]) -> dict[str, Any]:
     for name in kind.immutable_fields:
         field = properties["spec"]["properties"][name]
         field[_RULES] = [*field.get(_RULES, ()), {"rule": "self == oldSelf", "message": CANNOT_CHANGE}]
-    description = (kind.__doc__ or "").strip()
+    description = inspect.cleandoc(kind.__doc__ or "").replace("\n", " ")
     root = {"type": "object", "description": description, "properties": properties}
     if rules := schema.get(_RULES):
         root[_RULES] = rules

@@ -148,9 +148,9 @@ class QoSTierSpec(ApiModel):
         default=None,
         gt=0,
         le=3600,
-        description="While the tier sends no requests, lower tiers may use its decode KV cache as far as it "
-        "is expected to be free again within this time, since a running answer cannot be interrupted. "
-        "It needs reservedFraction (default: all of it).",
+        description="While the tier sends no requests, lower tiers may use what it has reserved of the "
+        "decode KV cache, as far as that is expected to be free again within this time: a running answer "
+        "cannot be interrupted. It needs reservedFraction (default: lower tiers may use all of it).",
     )
     weight: StrictInt = Field(
         default=1,

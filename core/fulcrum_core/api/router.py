@@ -50,7 +50,8 @@ class DispatchSpec(ApiModel):
         default=0.5,
         gt=0,
         description="In mode Queue: an instance gets no new prompt while the prefill work that it has takes "
-        "at least this long. Allow for sending the next prompt, and for wrong predictions (default 500ms).",
+        "at least this long. It must cover the sending of the next prompt, and errors of predictions "
+        "(default 500ms).",
     )
     deflect: StrictBool = Field(
         default=True,
@@ -59,8 +60,8 @@ class DispatchSpec(ApiModel):
     )
     prefix_aware: StrictBool = Field(
         default=False,
-        description="Whether a prompt counts only with what an instance must compute of it. The rest is in "
-        "its prefix cache, since a prompt that began alike was sent there (default false).",
+        description="Whether dispatch counts only the part of a prompt that an instance must compute. The "
+        "beginning may be in its prefix cache, from an earlier prompt that began alike (default false).",
     )
 
 
@@ -110,7 +111,7 @@ class AuthSpec(ApiModel):
     api_keys: ApiKeysSpec | None = Field(
         default=None,
         description="API keys: a request without a valid one gets 401, unless a trusted proxy names its "
-        "tenant or tier (default: none are asked for).",
+        "tenant or tier (default: no key is needed).",
     )
 
     @model_validator(mode="after")

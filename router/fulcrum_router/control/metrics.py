@@ -198,7 +198,7 @@ def _build_counter_families(counters: Counters) -> Iterator[Metric]:
     yield _build_counter_by_label(
         "stream_continuations",
         "Streams whose engine failed after the first byte, by outcome: continued (another instance went on), "
-        "failed (none could), not_sound (the rest would not fit what was sent), not_kept (too long to keep).",
+        "failed (none could), not_sound (another would generate another text), not_kept (too long to keep).",
         "outcome",
         counters.continuations,
     )
@@ -231,12 +231,12 @@ def _build_prompt_counters(counts: PromptCounts) -> Iterator[Metric]:
         ("prompt_tokens_sent", "Tokens of the prompts that were sent to an instance.", counts.tokens),
         (
             "overflow_prompts",
-            "Prompts that CPU instances beside accelerators got, which would have been too late.",
+            "Prompts that CPU instances computed because accelerators would have computed them too late.",
             counts.overflow_prompts,
         ),
         (
             "overflow_prompt_tokens",
-            "Tokens of the prompts that CPU instances beside accelerators got.",
+            "Tokens of the prompts in fulcrum_router_overflow_prompts_total.",
             counts.overflow_tokens,
         ),
     ):
@@ -247,13 +247,13 @@ def _build_prefix_counters(index: PrefixIndex | None) -> Iterator[Metric]:
     """Two counters, which a router without prefix-aware dispatch does not have."""
     predicted = CounterMetricFamily(
         "fulcrum_router_prefix_predicted_tokens",
-        "Prompt tokens that answered prefill legs were predicted to find in the prefix caches of their "
-        "engines. Only with dispatch.prefixAware.",
+        "Prompt tokens that were predicted to be in the engines' prefix caches, of prefill legs with a "
+        "response. Only with dispatch.prefixAware.",
     )
     cached = CounterMetricFamily(
         "fulcrum_router_prefix_cached_tokens",
-        "Prompt tokens that answered prefill legs found in the prefix caches, as the engines reported them. "
-        "Only with dispatch.prefixAware.",
+        "Prompt tokens that engines reported to have found in their prefix caches, of prefill legs with a "
+        "response. Only with dispatch.prefixAware.",
     )
     if index is not None:
         predicted.add_metric((), index.predicted_tokens)
@@ -307,8 +307,8 @@ def _build_client_families(counters: Counters) -> Iterator[Metric]:
     )
     yield _build_counter_by_label(
         "dropped_headers",
-        "Headers x-customer-tier and x-tenant-id that had no effect, since a client sent them that is not a "
-        "trusted proxy (spec.router.auth), by header.",
+        "Headers x-customer-tier and x-tenant-id that were ignored because their sender is not a trusted "
+        "proxy (spec.router.auth), by header.",
         "header",
         counters.dropped_headers,
     )
@@ -335,7 +335,7 @@ def _build_client_families(counters: Counters) -> Iterator[Metric]:
     )
     yield CounterMetricFamily(
         "fulcrum_router_refused_connections",
-        "Connections of clients that got a 503, because as many were open as the router may have.",
+        "Connections of clients that got a 503, because the router had its most connections open.",
         counters.refused_connections,
     )
 
@@ -465,7 +465,7 @@ def _build_router_gauges(router: Router) -> Iterator[Metric]:
     memory = router.request_memory
     yield CounterMetricFamily(
         "fulcrum_router_memory_refusals",
-        "Requests and unsent responses that were refused for want of memory.",
+        "Requests and unsent responses that were refused because the router had no memory for them.",
         router.request_memory.refusals,
     )
     yield gauge("request_memory_bytes", "Bytes of requests and unsent responses held.", memory.held_bytes)

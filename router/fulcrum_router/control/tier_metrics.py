@@ -28,7 +28,7 @@ def build_tier_families(counters: Counters) -> Iterator[Metric]:
 def _build_outcome_families(counters: Counters) -> Iterator[Metric]:
     requests = CounterMetricFamily(
         "fulcrum_router_requests",
-        "Client requests that ended, by QoS tier and outcome: ok, invalid (refused for what they are), "
+        "Client requests that ended, by QoS tier and outcome: ok, invalid (no request that can be served), "
         "refused (not admitted), limited (over its tenant's rate limit), failed (before the first byte of "
         "the response), broken (after it), cancelled (the client disconnected while its request could still "
         "meet the objectives), left_late (it disconnected after the request had missed them).",
@@ -87,8 +87,8 @@ def _build_part_families(counters: Counters) -> Iterator[Metric]:
     )
     misses = CounterMetricFamily(
         "fulcrum_router_slo_misses",
-        "Requests that missed their objectives, by the part that took the largest share of the time: of the "
-        "time after the first token if it exceeds its objective by a larger factor, else of the time before.",
+        "Requests that missed their objectives, by the part that took most of the time: after the first "
+        "token if TPOT exceeds its objective by a larger factor than TTFT, else before it.",
         labels=["tier", "part"],
     )
     sums_s = map(fsum, zip(*(tier.seconds_by_part for tier in counters.tiers.values()), strict=True))
