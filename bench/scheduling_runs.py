@@ -1,5 +1,6 @@
 """The simulated runs of `scheduling` and the search for the highest rates; not a measurement of its own.
 
+`bench/scheduling.py` calls `measure` for each workload and policy, and computes its figures from the rates.
 Rates are tried on a grid, a constant ratio from one to the next. Every run is kept, in a file if there is
 one: another SLO attainment of the same policy begins with what is known, and a measurement that was stopped
 goes on where it was.

@@ -1,8 +1,9 @@
 """The page `/requests` of the metrics port: the flight recorder's requests as JSON, for `fulcrum regret`.
 
-A full recorder takes about 0.2 s to write out, and 10 MB. It is written in slices with turns of the event
-loop between them, and at most once in `MIN_INTERVAL_S`, whoever asks: who asks in between gets the same page.
-As long as somebody reads a page, others get it, too, for `MAX_AGE_S`: slow readers keep few pages in memory.
+`metrics_port` serves it. A full recorder takes about 0.2 s to write out, and 10 MB. It is written in slices
+with turns of the event loop between them, and at most once in `MIN_INTERVAL_S`: all who ask meanwhile get the
+same page. As long as somebody reads a page, others get it, too, for `MAX_AGE_S`: slow readers keep few pages
+in memory.
 """
 
 import asyncio

@@ -1,4 +1,8 @@
-"""The response of a decode leg whose output admission limited: its usage says so."""
+"""The response of a decode leg whose output admission limited: its usage says so.
+
+`decode` uses it instead of `DecodeResponse` for such a request. The limit is `policy.tiers.admission`'s, the
+bytes are `http1.degraded_usage`'s.
+"""
 
 from fulcrum_router.data_path.decode_response import DecodeResponse
 from fulcrum_router.http1.degraded_usage import add_limit_to_stream, add_output_limit, set_length

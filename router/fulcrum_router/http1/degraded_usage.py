@@ -1,6 +1,9 @@
 """Says in the usage of a response that admission limited its output: `"degraded_max_tokens": N`.
 
 Without it a client that reads only the body takes a short answer for the model's choice.
+
+`data_path.degraded_response` calls it with the last bytes of a response; everything else is forwarded
+unchanged.
 """
 
 import re
