@@ -1,8 +1,8 @@
 """The metrics port, without a token: metrics for Prometheus, a health check, and recorded requests.
 
-A page of a large fleet takes tens of milliseconds to render. It is rendered at most once a second,
-however many ask, and in slices with turns of the event loop between them, so that no request waits for it. The clients'
-port has no metrics: clients could have pages rendered while requests are parsed.
+A page of a large fleet takes tens of milliseconds to render. It is rendered at most once a second, however
+many ask, and in slices with turns of the event loop between them, so that no request waits for it. The
+clients' port has no metrics: clients could have pages rendered while requests are parsed.
 
 The kubelet does not check the clients' port: when clients use all of its connections, the router refuses
 more, and would be restarted.
