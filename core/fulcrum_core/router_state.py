@@ -113,6 +113,16 @@ class TierState(_WireModel):
         default_factory=dict,
         description="Requests that did not, by the part that took the most time; empty: an older router.",
     )
+    wait_mean_s: float | None = Field(
+        default=None,
+        description="Mean time from a request's arrival until its first leg is sent to an engine.",
+    )
+    reserve_kept: float = Field(
+        default=0.0, description="Share of prefill and decode that is kept free for the tier now."
+    )
+    reserve_lent: float = Field(
+        default=0.0, description="Share that the tier has reserved and lends now, since it sends no requests."
+    )
 
     @property
     def ended(self) -> int:
@@ -121,6 +131,16 @@ class TierState(_WireModel):
         Cancelled, invalid and limited requests count as neither.
         """
         return self.ok + self.failed + self.refused + self.broken + self.left_late
+
+
+class TenantState(_WireModel):
+    """Outcomes of one tenant's requests, or of all that have no name of their own."""
+
+    name: str
+    met: int = Field(description="Requests that met their objectives.")
+    missed: int
+    refused: int
+    limited: int
 
 
 class DemandState(_WireModel):
@@ -180,6 +200,9 @@ class RouterState(_WireModel):
         description="Requests whose prompt the decode instance computed because of a failure."
     )
     tiers: tuple[TierState, ...]
+    tenants: tuple[TenantState, ...] = Field(
+        default=(), description="The tenants with most requests, and the rest together."
+    )
     access_problems: tuple[str, ...] = Field(
         default=(), description="Why API keys have no effect, for people; empty if no key is needed."
     )

@@ -17,6 +17,7 @@ from fulcrum_cli.terminal.output import (
     condition_lines,
     format_age,
     format_columns,
+    format_seconds,
     refusal_lines,
     render_document,
 )
@@ -59,7 +60,12 @@ async def _render_status(
     return "\n".join(
         [
             *_format_snapshots(snapshots, now_s=time.time()),
-            *(line for snapshot in snapshots if tiers for line in ("", *tier_table(snapshot))),
+            *(
+                line
+                for snapshot in snapshots
+                if tiers
+                for line in ("", *tier_table(snapshot), *tenant_table(snapshot))
+            ),
             *(f"target {line}" for line in descriptions),
         ]
     )
@@ -141,12 +147,23 @@ def tier_table(snapshot: ServiceSnapshot) -> list[str]:
 
     The router's counts are known in a local run; in a cluster only the attainment is, by the status.
     """
-    head = ("TIER", "OFFERED", "OK", "QUEUED", "DEGRADED", "REFUSED", "SLO", "REASONS")
+    head = ("TIER", "OFFERED", "OK", "QUEUED", "DEGRADED", "REFUSED", "SLO", "WAIT", "RESERVE", "REASONS")
     if snapshot.state is not None:
         return format_columns(head, *(_tier_row(tier) for tier in snapshot.state.tiers))
     none = (_NO_VALUE,) * 5
     tiers = snapshot.service.status.tiers
-    return format_columns(head, *((t.name, *none, t.attainment or _NO_VALUE, _NO_VALUE) for t in tiers))
+    return format_columns(
+        head, *((t.name, *none, t.attainment or _NO_VALUE, *(_NO_VALUE,) * 3) for t in tiers)
+    )
+
+
+def tenant_table(snapshot: ServiceSnapshot) -> list[str]:
+    """Return an empty line, a header and one line for each tenant that the router names; else nothing."""
+    tenants = snapshot.state.tenants if snapshot.state is not None else ()
+    if not tenants:
+        return []
+    rows = ((t.name, str(t.met), str(t.missed), str(t.refused), str(t.limited)) for t in tenants)
+    return ["", *format_columns(("TENANT", "MET", "MISSED", "REFUSED", "LIMITED"), *rows)]
 
 
 def _tier_row(tier: TierState) -> tuple[str, ...]:
@@ -161,8 +178,18 @@ def _tier_row(tier: TierState) -> tuple[str, ...]:
         str(tier.degraded),
         str(tier.refused + tier.limited),
         share,
+        _NO_VALUE if tier.wait_mean_s is None else format_seconds(tier.wait_mean_s),
+        _format_reserve(tier),
         ", ".join(reasons) or _NO_VALUE,
     )
+
+
+def _format_reserve(tier: TierState) -> str:
+    """How much of prefill and decode is kept for the tier; "lent" while it sends no requests."""
+    reserved = tier.reserve_kept + tier.reserve_lent
+    if not reserved:
+        return _NO_VALUE
+    return f"{reserved:.0%}" if tier.reserve_kept else f"{reserved:.0%}, lent"
 
 
 def _format_role(instance: PDInstance, entry: RoleAssignment | None) -> str:

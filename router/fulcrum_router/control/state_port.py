@@ -12,13 +12,14 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from fulcrum_core.router_state import InstanceState, PairState, RouterState, TierState
+from fulcrum_core.router_state import InstanceState, PairState, RouterState, TenantState, TierState
 from fulcrum_core.values import AdmissionMode, Role
 from fulcrum_router.control.auth import Authenticator, Unauthorized
 from fulcrum_router.counters import RequestOutcome, TierCounters
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.policy import PairKey, TransferOutcome, TransferPair
 from fulcrum_router.policy.tiers.admission import Admission, AdmissionDecision, TierDecisions
+from fulcrum_router.policy.tiers.tenant_counts import TenantCounts
 from fulcrum_router.router import Router
 
 MAX_POLL_S = 60.0
@@ -28,7 +29,10 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 def build_router_state(router: Router, *, now_s: float) -> RouterState:
     """Build a consistent snapshot of the router; `now_s` is its Unix time."""
-    flip_request = router.flip_requests.last
+    flip_request, monotonic_s = router.flip_requests.last, time.monotonic()
+    reserves = {
+        tier: (kept, lent) for tier, kept, lent in router.journeys.tier_reserve.list_fractions(monotonic_s)
+    }
     return RouterState(
         service=router.settings.service if router.settings else "",
         generation=router.applied_assignment.generation,
@@ -41,14 +45,13 @@ def build_router_state(router: Router, *, now_s: float) -> RouterState:
         prediction_error=router.ttft_errors.prefill_leg.value,
         local_prefills=router.counters.unexpected_local_prefills,
         tiers=tuple(
-            _build_tier_state(name, counters, router.journeys.admission)
+            _build_tier_state(name, counters, router.journeys.admission, reserves.get(name, (0.0, 0.0)))
             for name, counters in sorted(router.counters.tiers.items())
         ),
+        tenants=_build_tenant_states(router.counters.tenants, monotonic_s),
         access_problems=_list_access_problems(router),
         demand=router.journeys.demand.snapshot(),
-        pairs=tuple(
-            _build_pair_state(key, pair, time.monotonic()) for key, pair in router.pairs.list_reported()
-        ),
+        pairs=tuple(_build_pair_state(key, pair, monotonic_s) for key, pair in router.pairs.list_reported()),
     )
 
 
@@ -100,7 +103,17 @@ def _build_pair_state(key: PairKey, pair: TransferPair, now_s: float) -> PairSta
     )
 
 
-def _build_tier_state(name: str, counters: TierCounters, admission: Admission) -> TierState:
+def _build_tenant_states(tenants: TenantCounts, now_s: float) -> tuple[TenantState, ...]:
+    counts: dict[str, dict[str, int]] = {}
+    for tenant, result, count in tenants.list_counts(now_s):
+        counts.setdefault(tenant, {})[result.value] = count
+    return tuple(TenantState(name=name, **by_result) for name, by_result in counts.items())
+
+
+def _build_tier_state(
+    name: str, counters: TierCounters, admission: Admission, reserve: tuple[float, float]
+) -> TierState:
+    waits = sum(counters.waiting.counts)
     enforced = admission.counts.get((AdmissionMode.ENFORCE, name)) or TierDecisions()
     advised = admission.counts.get((AdmissionMode.ADVISE, name)) or TierDecisions()
     return TierState(
@@ -119,6 +132,9 @@ def _build_tier_state(name: str, counters: TierCounters, admission: Admission) -
         refusals={reason: count for reason, count in enforced.refusals.items() if count},
         advised_refusals={reason: count for reason, count in advised.refusals.items() if count},
         misses={part: count for part, count in counters.misses_by_part.items() if count},
+        wait_mean_s=counters.waiting.sum / waits if waits else None,
+        reserve_kept=reserve[0],
+        reserve_lent=reserve[1],
     )
 
 

@@ -13,7 +13,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from fulcrum_core.router_state import TenantState
 from fulcrum_core.values import AdmissionMode, OverloadAction
+from fulcrum_router.control.state_port import build_router_state
 from fulcrum_router.counters import RequestOutcome
 from fulcrum_router.policy.predictions.latency_parts import LatencyPart
 from fulcrum_router.policy.tiers.admission import TierAdmission
@@ -178,6 +180,12 @@ async def test_a_tenant_over_its_rate_limit_gets_a_429_that_is_no_miss(client: a
                 if expected == 429:
                     assert response.headers["x-fulcrum-refused"] == "rate_limit"
                     assert 1 <= int(response.headers["Retry-After"]) <= 120
+        state = build_router_state(world.router, now_s=0.0)
+        assert state.tenants == (
+            TenantState(name="acme", met=1, missed=0, refused=0, limited=1),
+            TenantState(name="globex", met=1, missed=0, refused=0, limited=0),
+        )
+        assert state.tiers[0].wait_mean_s is not None
         outcomes = world.router.counters.get_tier("default").requests_by_outcome
         assert (outcomes[RequestOutcome.OK], outcomes[RequestOutcome.LIMITED]) == (2, 1)
         assert not any(world.router.counters.get_tier("default").misses_by_part.values())

@@ -2,17 +2,18 @@
 
 import re
 import time
+from dataclasses import replace
 
 import pytest
 
 from fulcrum_cli.commands.explain import decisions_from_assignment, first_roles, format_decisions
-from fulcrum_cli.commands.status import detail_lines, instance_table, service_table, tier_table
+from fulcrum_cli.commands.status import detail_lines, instance_table, service_table, tenant_table, tier_table
 from fulcrum_cli.target.snapshot import ServiceSnapshot, attainment_percent
 from fulcrum_core.api.meta import ObjectMeta
 from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec, RoleAssignment
 from fulcrum_core.api.pdinstance import PDInstance, PDInstanceStatus
 from fulcrum_core.api.pdservice import PDService, PDServiceStatus, TierStatus
-from fulcrum_core.router_state import RouterState, TierState
+from fulcrum_core.router_state import RouterState, TenantState, TierState
 from fulcrum_core.values import Actor, Phase, Role
 from tests.objects import make_object
 from tests.unit.core.router_states import router_state
@@ -158,7 +159,7 @@ def test_status_prints_a_service_with_the_columns_of_kubectl_get_pds() -> None:
     assert line == ["chat", "m", "vLLM", "–", "0", "0", "–", "–", "–", "0", "–"]
 
 
-def test_tiers_are_shown_with_their_refusals() -> None:
+def test_tiers_are_shown_with_their_refusals_waits_and_reserves() -> None:
     free = tier(30, 18).model_copy(
         update={
             "failed": 0,
@@ -166,12 +167,25 @@ def test_tiers_are_shown_with_their_refusals() -> None:
             "queued": 3,
             "refusals": {"prefill_full": 12},
             "advised_refusals": {"decode_full": 2},
+            "wait_mean_s": 0.25,
+            "reserve_lent": 0.15,
         }
     )
     snapshot = ServiceSnapshot(service=service(), instances=(), assignment=None, state=state(free))
     head, line = tier_table(snapshot)
-    assert head.split() == ["TIER", "OFFERED", "OK", "QUEUED", "DEGRADED", "REFUSED", "SLO", "REASONS"]
-    assert line.split(maxsplit=7) == [
+    assert head.split() == [
+        "TIER",
+        "OFFERED",
+        "OK",
+        "QUEUED",
+        "DEGRADED",
+        "REFUSED",
+        "SLO",
+        "WAIT",
+        "RESERVE",
+        "REASONS",
+    ]
+    assert line.split(maxsplit=11) == [
         "t",
         "30",
         "18",
@@ -179,6 +193,10 @@ def test_tiers_are_shown_with_their_refusals() -> None:
         "0",
         "12",
         "60.0",
+        "250",
+        "ms",
+        "15%,",
+        "lent",
         "prefill_full 12, decode_full 2 (not enforced)",
     ]
 
@@ -187,7 +205,24 @@ def test_in_a_cluster_tiers_are_shown_by_the_status() -> None:
     status = PDServiceStatus(tiers=(TierStatus(name="free", attainment="93.0"),))
     found = service().replace(status=status)
     snapshot = ServiceSnapshot(service=found, instances=(), assignment=None)
-    assert tier_table(snapshot)[1].split() == ["free", "–", "–", "–", "–", "–", "93.0", "–"]
+    assert tier_table(snapshot)[1].split() == ["free", *"–––––", "93.0", *"–––"]
+
+
+def test_the_largest_tenants_and_the_rest_are_shown() -> None:
+    tenants = (
+        TenantState(name="acme", met=90, missed=1, refused=0, limited=2),
+        TenantState(name="(others)", met=5, missed=0, refused=40, limited=0),
+    )
+    shown = ServiceSnapshot(
+        service=service(), instances=(), assignment=None, state=router_state(tenants=tenants)
+    )
+    assert [line.split() for line in tenant_table(shown)] == [
+        [],
+        ["TENANT", "MET", "MISSED", "REFUSED", "LIMITED"],
+        ["acme", "90", "1", "0", "2"],
+        ["(others)", "5", "0", "40", "0"],
+    ]
+    assert tenant_table(replace(shown, state=state())) == []
 
 
 def test_in_a_cluster_attainment_comes_from_the_status() -> None:
