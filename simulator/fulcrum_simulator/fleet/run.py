@@ -75,13 +75,16 @@ def simulate(
     *,
     on_progress: ProgressFunction = lambda _share: None,
     attainment_min: float = 0.0,
+    planner: SplitPlanner | None = None,
 ) -> RunResult:
     """Run a workload, sorted by arrival. `on_progress` gets the share of the arrivals so far.
+
+    `planner` chooses the splits in place of that of the policy, which must be one of `PLANNED`.
 
     The run ends as soon as the SLO attainment cannot reach `attainment_min` any more. That of its records is
     then below, too: the requests that have not arrived would have to meet the SLO.
     """
-    return _Simulation(workload, options, on_progress, attainment_min).run()
+    return _Simulation(workload, options, on_progress, attainment_min, planner).run()
 
 
 class _Simulation:
@@ -91,8 +94,10 @@ class _Simulation:
         options: RunOptions,
         on_progress: ProgressFunction,
         attainment_min: float,
+        planner: SplitPlanner | None,
     ) -> None:
         self._workload, self._options, self._on_progress = workload, options, on_progress
+        self._planner = planner
         self._rng = random.Random(options.seed)
         self._events = EventQueue()
         self._records: list[RequestResult] = []
@@ -261,6 +266,8 @@ class _Simulation:
 
     def _build_planner(self) -> SplitPlanner:
         options = self._options
+        if self._planner is not None:
+            return self._planner
         if options.policy.name is PolicyName.DYNAMO:
             return DynamoLikePlanner()
         if options.policy.name is PolicyName.NARWHAL:

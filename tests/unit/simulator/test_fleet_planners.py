@@ -137,3 +137,14 @@ def test_planned_splits_are_carried_out_and_beat_an_even_split(
     assert planned["policy"].startswith(policy)
     assert planned["flips"]["count"] > 0
     assert planned["attainment"] > even_split_attainment
+
+
+def test_a_planner_of_the_caller_replaces_that_of_the_policy() -> None:
+    mix = MixPeriod(PREFILL_HEAVY.scaled(input=0.4, output=0.1), 5.0, 4.0)
+    load = list(generate_moving(periods=(mix,), duration_s=4.0, seed=1))
+    policy = parse_policy("clairvoyant", instances=8)
+    options = RunOptions(profile=load_profile("laptop"), instances=8, policy=policy, slo=SLO)
+    result = simulate(load, options, planner=KnownSplitPlanner(1.0, (4, 4, 6, 3)))
+    assert [(round(flip.at_s), flip.to) for flip in result.flips[:5]] == [(2, "Prefill")] * 2 + [
+        (3, "Decode")
+    ] * 3
