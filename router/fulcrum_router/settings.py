@@ -173,11 +173,10 @@ def _resolve_access(auth: AuthSpec) -> AccessSettings:
 
 
 def _resolve_tier(tier: QoSTier, slo: Slo) -> Tier:
-    own = tier.spec.slo.to_slo() if tier.spec.slo else slo
     limit = tier.spec.rate_limit
     return Tier(
         tier.metadata.name,
-        own,
+        tier.spec.find_slo(slo),
         -tier.spec.priority,
         _resolve_admission(tier.spec),
         None if limit is None else limit.tokens_per_minute,

@@ -111,6 +111,7 @@ class RateLimitSpec(ApiModel):
     )
 
 
+TWO_OBJECTIVES_MESSAGE = "has slo and sloFactor: write one of them"
 NO_RESERVE_MESSAGE = "has reclaimWithin, which has no effect: it needs a reservedFraction above 0"
 
 
@@ -123,6 +124,7 @@ class QoSTierSpec(ApiModel):
                 "!has(self.reclaimWithin) || has(self.reservedFraction) && self.reservedFraction > 0.0",
                 NO_RESERVE_MESSAGE,
             ),
+            ("!has(self.slo) || !has(self.sloFactor)", TWO_OBJECTIVES_MESSAGE),
         )
     )
 
@@ -135,6 +137,13 @@ class QoSTierSpec(ApiModel):
         "share (default 0).",
     )
     slo: SloSpec | None = Field(default=None, description="Objectives of the tier (default: the service's).")
+    slo_factor: StrictFloat | None = Field(
+        default=None,
+        gt=0,
+        le=1000,
+        description="Objectives of the tier as a multiple of the service's, in place of slo: with 2, both "
+        "may take twice as long.",
+    )
     reserved_fraction: StrictFloat = Field(
         default=0.0,
         ge=0.0,
@@ -181,10 +190,19 @@ class QoSTierSpec(ApiModel):
     )
 
     @model_validator(mode="after")
-    def _check_reserve(self) -> Self:
+    def _check_fields(self) -> Self:
+        if self.slo is not None and self.slo_factor is not None:
+            raise ValueError(TWO_OBJECTIVES_MESSAGE)
         if self.reclaim_within is not None and not self.reserved_fraction:
             raise ValueError(NO_RESERVE_MESSAGE)
         return self
+
+    def find_slo(self, service: Slo) -> Slo:
+        """Find the objectives of the tier in a service with these."""
+        if self.slo is not None:
+            return self.slo.to_slo()
+        factor = self.slo_factor or 1.0
+        return Slo(ttft_s=factor * service.ttft_s, tpot_s=factor * service.tpot_s)
 
 
 class QoSTier(Resource):

@@ -17,6 +17,7 @@ from fulcrum_core.api.qostier import (
     NO_RESERVE_MESSAGE,
     NOT_DEGRADED_MESSAGE,
     NOT_QUEUED_MESSAGE,
+    TWO_OBJECTIVES_MESSAGE,
 )
 from fulcrum_core.api.router import NO_CALLER_MESSAGE
 
@@ -223,7 +224,7 @@ def test_rules_between_fields_are_in_the_schema() -> None:
         "PDService.spec.router.auth": [NO_CALLER_MESSAGE],
         "PDService.spec.rollout": ["has maxSurge and maxUnavailable 0: nothing could be replaced"],
         "PDPool.spec.instances": ["min is greater than max"],
-        "QoSTier.spec": [NO_RESERVE_MESSAGE],
+        "QoSTier.spec": [NO_RESERVE_MESSAGE, TWO_OBJECTIVES_MESSAGE],
         "QoSTier.spec.admission": [NO_OUTPUT_LIMIT_MESSAGE, NOT_DEGRADED_MESSAGE, NOT_QUEUED_MESSAGE],
     }
 

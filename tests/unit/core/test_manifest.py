@@ -217,6 +217,12 @@ def test_invalid_spec_is_refused_in_one_line_with_path_value_and_rule(spec: str,
             "above 0",
             id="a time to reclaim nothing",
         ),
+        pytest.param(
+            "{slo: {ttft: 1s}, sloFactor: 2}",
+            "spec ({slo: {ttft: 1s}, sloFactor: 2}) has slo and sloFactor: write one of them",
+            id="objectives of its own and those of the service",
+        ),
+        pytest.param("{sloFactor: 0}", "spec.sloFactor (0) is not greater than 0", id="no time at all"),
         pytest.param("{weight: -1}", "spec.weight (-1) is less than 1", id="a negative weight"),
         pytest.param("{weight: heavy}", "spec.weight (heavy) is not a whole number", id="a weight in words"),
         pytest.param(

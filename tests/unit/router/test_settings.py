@@ -40,6 +40,13 @@ def test_each_field_of_a_tier_reaches_the_settings() -> None:
     )
 
 
+def test_objectives_of_a_tier_may_be_a_multiple_of_those_of_the_service() -> None:
+    settings = resolve_settings(
+        service("batch", slo={"ttft": "3s", "tpot": "100ms"}), [tier("batch", sloFactor=2)]
+    )
+    assert settings.tiers["batch"].slo == Slo(6.0, 0.2)
+
+
 def test_tiers_that_the_service_does_not_list_and_tiers_that_do_not_exist_are_left_out() -> None:
     settings = resolve_settings(service("premium", "missing"), [tier("premium"), tier("other")])
     assert list(settings.tiers) == ["premium"]
