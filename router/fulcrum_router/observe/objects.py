@@ -16,7 +16,7 @@ import structlog
 from fulcrum_cluster.informer import Informer
 from fulcrum_cluster.objects import ObjectApi
 from fulcrum_core.api.engine import ParallelismSpec, QuantizationSpec
-from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec
+from fulcrum_core.api.pdassignment import PDAssignment, PDAssignmentSpec, RoleAssignment
 from fulcrum_core.api.pdinstance import PDInstance, PDInstanceSpec
 from fulcrum_core.api.pdpool import PDPool
 from fulcrum_core.api.pdservice import PDService
@@ -28,7 +28,7 @@ from fulcrum_core.latency import DecodeModel, PrefillModel, StepModel
 from fulcrum_core.models import Layout, estimate_step_model, parse_model_config
 from fulcrum_core.ports import Store
 from fulcrum_core.profiles import EngineProfile, load_profile, load_shipped_profile
-from fulcrum_core.values import Role
+from fulcrum_core.values import Phase, Role
 from fulcrum_router.fleet.instances import Instance, intern_identity, parse_endpoint
 from fulcrum_router.observe.pods import PodWatcher
 from fulcrum_router.policy.predictions.estimate import DEFAULT_DECODE, DEFAULT_PREFILL, TYPICAL_REQUEST_TOKENS
@@ -138,6 +138,7 @@ class StoreWatcher:
     def _reconcile_instances(self) -> None:
         fleet, own = self._router.fleet, self._list_own_instances()
         fleet.keep_only(own)
+        self._router.journeys.starts.keep_only({name: own[name].spec.pool for name in own})
         if self._router.journeys.prefix_index is not None:
             self._router.journeys.prefix_index.keep_only(own)
         for name, observed in own.items():
@@ -231,6 +232,21 @@ class StoreWatcher:
             instance.starting = (
                 observed is not None and phase_precedes_work(observed) and self._is_available(observed)
             )
+            if observed is not None:
+                self._observe_start(observed, entry, serves=instance.name in ready)
+
+    def _observe_start(self, observed: PDInstance, entry: RoleAssignment | None, *, serves: bool) -> None:
+        """Follow the start of an instance; one on CPUs takes only what accelerators cannot."""
+        starts, status, name = self._router.journeys.starts, observed.status, observed.metadata.name
+        if serves:
+            starts.end(name, time.monotonic())
+        elif observed.metadata.deletion_timestamp is not None or status.reason or observed.spec.is_on_cpu:
+            starts.give_up(name)
+        elif status.phase is Phase.STARTING and status.phase_since is not None and entry is not None:
+            since_s = time.monotonic() - max(0.0, time.time() - status.phase_since)
+            starts.begin(name, pool=observed.spec.pool, role=Role(entry.role), since_s=since_s)
+        elif status.phase is not Phase.VERIFYING:
+            starts.give_up(name)
 
     def _load_rules(self) -> AssignmentRules:
         service = self._services.objects.get(self._service)

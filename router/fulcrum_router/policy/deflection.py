@@ -15,6 +15,8 @@ one stall. The prompt must fit into the KV cache, and end in time. A request is 
 instance would end its prompt in the last third of the TTFT objective or later, and the decode instance
 sooner: without such a margin, the spare time of decode stays unused until it is too late.
 
+No prompt is deflected while a higher tier sends requests (`tiers.decode_share`).
+
 With `dispatch.deflect` the journey asks (`journey.eligible`): when a request is about to be sent to a prefill
 instance, and again while it waits. `Ledger.deflect` then remembers when the decodes will have caught up.
 """

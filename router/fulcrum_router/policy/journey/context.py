@@ -22,6 +22,7 @@ from fulcrum_router.policy.ledger import Ledger
 from fulcrum_router.policy.overflow import PromptCounts
 from fulcrum_router.policy.predictions.prompt_limit import ASSUMED_CONTEXT_TOKENS
 from fulcrum_router.policy.prefix_index import PrefixIndex
+from fulcrum_router.policy.starts import EngineStarts
 from fulcrum_router.policy.tiers.admission import (
     ADMITTED,
     NO_RESERVE_VIEW,
@@ -131,6 +132,7 @@ class JourneyContext(Generic[V]):
         "rate_limits",
         "retry_budget",
         "shed_until_s",
+        "starts",
         "tier_reserve",
         "waiting_room",
     )
@@ -157,6 +159,8 @@ class JourneyContext(Generic[V]):
         """Whether decode instances compute prompts in their spare time; see `deflection`."""
         self.prefix_index: PrefixIndex | None = None
         """What the instances have in their prefix caches; None: dispatch does not ask."""
+        self.starts = EngineStarts()
+        """The engines that start: admission counts on them."""
         self.tier_reserve = TierReserve()
         self.shed_until_s: dict[str, float] = {}
         """Time until which an instance that has shed a request gets none of those that wait. An engine that
@@ -183,6 +187,7 @@ class JourneyContext(Generic[V]):
         """
         self.retry_budget.record_request(now_s)
         self.tier_reserve.record_arrival(work.tier, work.arrival_s)
+        self.decode_share.record_arrival(work.priority, work.arrival_s)
         self._record_demand(work)
 
     def _record_demand(self, work: Work) -> None:
@@ -301,6 +306,7 @@ class JourneyContext(Generic[V]):
             delays=self.pairs.prefill_delays,
             leaves_room=leaves_room,
             reserve=reserve,
+            coming=self.starts.list_coming(now_s),
         )
 
     def _view_reserve(

@@ -159,6 +159,8 @@ class EligibleInstances(JourneyRecord[V]):
         context, work, ends_at_s = self._context, self.work, now_s + prefill_s
         if not is_at_risk(work, ends_at_s=ends_at_s):
             return None
+        if context.decode_share.is_used_by_higher(work.priority, now_s):
+            return None
         exclude = self._failed_decode + context.list_shedding(now_s)
         by_s = min(work.deadline_s, ends_at_s)
         return choose_deflection(

@@ -14,6 +14,9 @@ t_d = Σo²/Σo * I(tokens), and a share of 1 - t/t_d of them still runs after t
 computed now, the share of `_predict_arrived` runs, by the plain mean of o. An instance counts at most its own
 limit while another one has room.
 
+While a scale-out is under way, the instances that start count from the time at which they are expected to
+serve (`policy.starts`): work that waits in the router drains faster then, and decode has more room.
+
 In mode Direct requests wait in engines, which may serve lower tiers in their turn. So lower tiers are
 admitted only while the wait is short (`Admission.limit_waits`): the rest of S_T is for higher ones.
 
@@ -35,10 +38,11 @@ from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from fulcrum_core.values import AdmissionMode, OverloadAction
+from fulcrum_core.values import AdmissionMode, OverloadAction, Role
 from fulcrum_router.policy.candidates import InstanceView
 from fulcrum_router.policy.dispatch import KV_FULL
 from fulcrum_router.policy.kv_pairs.pair_record import TransferDelay
+from fulcrum_router.policy.starts import ComingInstance
 from fulcrum_router.policy.tiers.decode_share import MAX_REQUEST_SHARE, STEP_SHARE, find_kv_share
 from fulcrum_router.policy.tiers.forecast_errors import ForecastErrors
 from fulcrum_router.policy.tiers.return_queue import ReturnQueue
@@ -231,6 +235,7 @@ def predict_admission(
     delays: Mapping[str, TransferDelay],
     leaves_room: bool,
     reserve: ReserveView = NO_RESERVE_VIEW,
+    coming: Sequence[ComingInstance] = (),
 ) -> Forecast:
     """Predict what a request would meet.
 
@@ -247,9 +252,12 @@ def predict_admission(
         leaves_room: Whether its tier leaves room in decode to higher ones.
         reserve: The reserves of its tier and of others. A tier with a reserve waits for its own work on
             its own instances at most.
+        coming: Instances that start, the first one first.
     """
     tokens = work.prompt_tokens
-    soonest_s, least_s = predict_prefill(prefill, work, now_s=now_s, backlog_s=backlog_s, delays=delays)
+    soonest_s, least_s = predict_prefill(
+        prefill, work, now_s=now_s, backlog_s=backlog_s, delays=delays, coming=coming
+    )
     if backlog_s and reserve.own_instances:
         # Its own instances take only its own work: it need not wait for the rest of the backlog.
         idle_in_s = min(instance.ledger.remaining_s(now_s) for instance in prefill)
@@ -270,6 +278,7 @@ def predict_admission(
         mean_output_tokens=mean_output_tokens,
         output_tokens_in_decode=output_tokens_in_decode,
         after_s=soonest_s,
+        coming=sum(one.role is Role.DECODE and one.in_s <= soonest_s for one in coming),
         kv_share=find_kv_share(reserve.kept_decode) if leaves_room else None,
     )
     return Forecast(now_s - work.arrival_s + soonest_s + start_s, least_s + step_s, load, stay_s)
@@ -287,6 +296,7 @@ def predict_prefill(
     now_s: float,
     backlog_s: float,
     delays: Mapping[str, TransferDelay],
+    coming: Sequence[ComingInstance] = (),
 ) -> tuple[float, float]:
     """Predict the time until decode has the prompt's KV: now, and with idle instances; at least one.
 
@@ -309,9 +319,22 @@ def predict_prefill(
         if remaining_s < least_remaining_s:
             least_remaining_s = remaining_s
     if backlog_s:
-        return least_s + max(least_remaining_s, total_s / len(prefill)), least_s
+        return least_s + max(least_remaining_s, _find_drain_s(total_s, len(prefill), coming)), least_s
     computed = work.count_computed(chosen.name)
     return chosen.ledger.predict_answer_s(chosen.prefill_model, computed, now_s) + chosen_delay_s, least_s
+
+
+def _find_drain_s(work_s: float, instances: int, coming: Sequence[ComingInstance]) -> float:
+    """Time until prefill instances, with those that start, have done so much work."""
+    begun_s = 0.0
+    for in_s, role in coming:
+        if role is Role.DECODE:
+            continue
+        if work_s <= instances * (in_s - begun_s):
+            break
+        work_s -= instances * (in_s - begun_s)
+        begun_s, instances = in_s, instances + 1
+    return begun_s + work_s / instances
 
 
 def _predict_decode_load(
@@ -323,9 +346,13 @@ def _predict_decode_load(
     mean_output_tokens: float,
     output_tokens_in_decode: float,
     after_s: float,
+    coming: int,
     kv_share: float | None,
 ) -> tuple[float, float]:
-    """Predict the load of decode `after_s` from now, and for how long those found there stay in all."""
+    """Predict the load of decode `after_s` from now, and for how long those found there stay in all.
+
+    `coming` instances more decode by then.
+    """
     limits = [_find_limit(instance, tpot_s, kv_share) for instance in decode]
     limit = math.fsum(limits)
     if not decode or not math.isfinite(limit):
@@ -338,6 +365,7 @@ def _predict_decode_load(
         [n * stays + i.ledger.reserved_tokens * arrived for i, n in zip(decode, present, strict=True)], limits
     )
     own_tokens = min(own_tokens, MAX_REQUEST_SHARE * limit / len(decode))
+    limit *= 1.0 + coming / len(decode)
     return (math.fsum(tokens) + coming_tokens * arrived + own_tokens) / limit, stay_s
 
 

@@ -7,6 +7,9 @@ instance is as full as `STEP_SHARE` of the tightest TPOT objective of any tier, 
 allows. An idle instance always has room, and an objective that even an empty step misses limits nothing.
 Without tiers of different priorities nothing is held; in mode Direct the journey does not ask.
 `JourneyContext` has one and asks `must_wait` for each request that is about to be sent.
+
+The spare time of decode (`policy.deflection`) is not for prompts of lower tiers either, while a higher one
+sends requests: each such prompt stalls all answers of its instance. `journey.eligible` asks for both.
 """
 
 import math
@@ -18,6 +21,8 @@ KV_SHARE = 0.8
 """Share of the KV cache that lower tiers may fill with prompts and predicted answers."""
 STEP_SHARE = 0.9
 """Share of the TPOT objective that a step may take with a request of a lower tier in its batch."""
+SENDS_FOR_S = 10.0
+"""Time after its last request for which a tier counts as one that sends requests."""
 MAX_REQUEST_SHARE = 0.5
 """Share of a limit that one request counts as at most: else a long prompt would need an empty instance."""
 
@@ -25,9 +30,11 @@ MAX_REQUEST_SHARE = 0.5
 class DecodeShare:
     """The limits of the lower tiers of one service."""
 
-    __slots__ = ("highest", "tpot_s")
+    __slots__ = ("_last_arrival_s", "highest", "tpot_s")
 
     def __init__(self) -> None:
+        self._last_arrival_s: dict[int, float] = {}
+        """Time of the last request by priority, while there is more than one."""
         self.highest: int | None = None
         """Priority of the highest tier; None: all have the same."""
         self.tpot_s = math.inf
@@ -40,6 +47,18 @@ class DecodeShare:
         """
         self.highest = max(priorities) if len(set(priorities)) > 1 else None
         self.tpot_s = tpot_s
+        self._last_arrival_s = {p: at_s for p, at_s in self._last_arrival_s.items() if p in priorities}
+
+    def record_arrival(self, priority: int, now_s: float) -> None:
+        """A request of this priority arrived."""
+        if self.highest is not None:
+            self._last_arrival_s[priority] = now_s
+
+    def is_used_by_higher(self, priority: int, now_s: float) -> bool:
+        """Whether a higher tier than one of this priority sends requests."""
+        return any(
+            other > priority and at_s >= now_s - SENDS_FOR_S for other, at_s in self._last_arrival_s.items()
+        )
 
     def must_wait(
         self, decode: Iterable[InstanceView], *, priority: int, tokens: float, kept: float = 0.0

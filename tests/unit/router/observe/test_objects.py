@@ -14,6 +14,7 @@ import yaml
 import fulcrum_core
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.memory_store import MemoryStore
+from fulcrum_core.api.meta import format_time
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdpool import PDPool
@@ -134,6 +135,25 @@ async def test_roles_endpoints_and_settings_come_from_the_store(watched: Watched
     assert len({id(i.identity) for i in watched.router.fleet.instances}) == 1, (
         "equal identities are one object"
     )
+
+
+async def test_a_start_is_expected_to_take_as_long_as_the_one_before(watched: WatchedService) -> None:
+    starts = watched.router.journeys.starts
+    await wait_for_fleet(watched, START)
+    assert starts.list_coming(time.monotonic()) == ()
+    await watched.set_status("s-1", phase="Starting", phaseSince=format_time(time.time() - 60.0))
+    await wait_for_fleet(watched, {**START, "s-1": (Role.PREFILL, False)})
+    assert starts.list_coming(time.monotonic()) == (), "no start was seen to its end"
+    await watched.set_status("s-1", phase="Verifying")
+    await watched.set_status("s-1")
+    await wait_for_fleet(watched, START)
+    await watched.set_status("s-2", phase="Starting", phaseSince=format_time(time.time()))
+    await wait_for_fleet(watched, {**START, "s-2": (Role.DECODE, False)})
+    ((in_s, role),) = starts.list_coming(time.monotonic())
+    assert role is Role.DECODE
+    assert 60.0 - DEADLINE_S < in_s < 60.0 + DEADLINE_S
+    await watched.set_status("s-2", phase="Starting", phaseSince=SINCE, reason="Unschedulable")
+    await wait_until(lambda: not starts.list_coming(time.monotonic()), "a start that is blocked is given up")
 
 
 async def test_a_flip_is_applied_and_acknowledged(watched: WatchedService) -> None:

@@ -173,6 +173,24 @@ def test_a_request_that_prefill_would_make_late_is_deflected(
     assert (journey.begin(0.0), journey.local_prefill_reason) == expected
 
 
+@pytest.mark.parametrize(
+    ("priority", "reason"),
+    [
+        pytest.param(10, LocalPrefillReason.DEFLECTED, id="the highest tier"),
+        pytest.param(0, None, id="a lower one"),
+    ],
+)
+def test_prompts_of_lower_tiers_stall_no_answers_while_a_higher_tier_sends_requests(
+    priority: int, reason: LocalPrefillReason | None
+) -> None:
+    context = make_context(queued_s=5.0)
+    context.decode_share.set_tiers({0, 10}, tpot_s=SLO.tpot_s)
+    context.record_admitted(work(1, priority=10), 0.0)
+    journey = Journey(context, work(TOKENS, priority=priority))
+    journey.begin(0.0)
+    assert journey.local_prefill_reason is reason
+
+
 @pytest.mark.parametrize("mode", AdmissionMode)
 def test_a_deflected_request_is_demand(mode: AdmissionMode) -> None:
     context = make_context(queued_s=5.0)

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from fulcrum_core.values import AdmissionMode, OverloadAction, Slo
+from fulcrum_core.values import AdmissionMode, OverloadAction, Role, Slo
 from fulcrum_router.policy import TransferPairs
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext, LocalPrefillReason, StopReason
+from fulcrum_router.policy.starts import ComingInstance
 from fulcrum_router.policy.tiers.admission import (
     AdmissionDecision,
     Admitted,
@@ -128,6 +129,7 @@ class Predicted:
     mean_output_tokens: float = 100.0
     output_tokens_in_decode: float = 100.0
     leaves_room: bool = False
+    coming: tuple[ComingInstance, ...] = ()
 
     def find(self, **fields: Any) -> Forecast:
         return predict_admission(
@@ -141,6 +143,7 @@ class Predicted:
             output_tokens_in_decode=self.output_tokens_in_decode,
             delays={},
             leaves_room=self.leaves_room,
+            coming=self.coming,
         )
 
 
@@ -157,6 +160,18 @@ class Predicted:
             Predicted(prefill=(instance("p1", queued_s=0.5), instance("p2", queued_s=0.5)), backlog_s=3.0),
             2.111,
             id="work that waits in the router is shared by the instances",
+        ),
+        pytest.param(
+            Predicted(backlog_s=5.0, coming=(ComingInstance(2.0, Role.PREFILL),)),
+            3.611,
+            id="an instance that starts takes its share from then on",
+        ),
+        pytest.param(
+            Predicted(
+                backlog_s=5.0, coming=(ComingInstance(1.0, Role.DECODE), ComingInstance(6.0, Role.PREFILL))
+            ),
+            5.111,
+            id="one that serves later, or decodes, takes none",
         ),
         pytest.param(
             Predicted(prefill=(instance("p1", queued_s=4.0),), decode=(instance("d1", queued_s=2.0),)),
@@ -198,6 +213,15 @@ def test_decode_is_predicted_for_the_end_of_the_prefill() -> None:
     assert now.decode_stay_s == pytest.approx(4.0)
     loads = [(3_000 * running + 100) / 4_000 for running in (0.975, 0.5)]
     assert [now.decode_load, later.decode_load] == pytest.approx(loads)
+
+
+def test_a_decode_instance_that_starts_counts_if_it_serves_by_then() -> None:
+    decode, busy = (instance("d1", decoding=3_000),), (instance("p1", queued_s=1.9),)
+    alone, later, sooner = (
+        Predicted(prefill=busy, decode=decode, coming=coming).find().decode_load
+        for coming in ((), (ComingInstance(2.1, Role.DECODE),), (ComingInstance(1.9, Role.DECODE),))
+    )
+    assert (later, sooner) == pytest.approx((alone, alone / 2))
 
 
 def test_long_answers_stay_in_decode_for_longer_than_the_mean_answer_takes() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fulcrum_router.policy.tiers.decode_share import DecodeShare
+from fulcrum_router.policy.tiers.decode_share import SENDS_FOR_S, DecodeShare
 from tests.unit.router.builders import FakeInstance, instance
 
 
@@ -63,3 +63,30 @@ def test_an_objective_that_no_step_meets_holds_nobody() -> None:
     share = DecodeShare()
     share.set_tiers({0, 10}, tpot_s=0.005)
     assert not share.must_wait([decode(100_000)], priority=0, tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("priorities", "arrivals", "is_used"),
+    [
+        pytest.param({0, 10}, {10: 0.0}, True, id="a higher tier sends requests"),
+        pytest.param({0, 10}, {10: -SENDS_FOR_S - 1.0}, False, id="it has sent none for long"),
+        pytest.param({0, -10}, {0: 0.0, -10: 0.0}, False, id="its own tier, and a lower one"),
+        pytest.param({0}, {10: 0.0}, False, id="a service whose tiers have one priority"),
+    ],
+)
+def test_decode_is_used_by_higher_tiers_while_they_send_requests(
+    priorities: set[int], arrivals: dict[int, float], is_used: bool
+) -> None:
+    share = DecodeShare()
+    share.set_tiers(priorities, tpot_s=0.05)
+    for priority, at_s in arrivals.items():
+        share.record_arrival(priority, at_s)
+    assert share.is_used_by_higher(0, 0.0) is is_used
+
+
+def test_a_tier_that_is_gone_uses_nothing() -> None:
+    share = DecodeShare()
+    share.set_tiers({0, 10}, tpot_s=0.05)
+    share.record_arrival(10, 0.0)
+    share.set_tiers({0, 5}, tpot_s=0.05)
+    assert not share.is_used_by_higher(0, 0.0)
