@@ -1,9 +1,10 @@
 """Admission in the simulator: shorter answers, refused requests, requests that come back.
 
     python bench/admission.py degrade [--seeds 1,2,3]
-    python bench/admission.py replay --trace FILE [--speed 6.4] [--seeds 1,2,3] [--sample 10]
-    python bench/admission.py comeback --trace FILE [--speed 6.4] [--seeds 1,2,3]
+    python bench/admission.py replay --trace FILE [--speed 6.4] [--seeds 1,2,3] [--policy NAME] [--sample 10]
+    python bench/admission.py comeback --trace FILE [--speed 6.4] [--seeds 1,2,3] [--policy NAME]
     python bench/admission.py swing [--trace FILE] [--speed 6.4] [--seeds 1,2,3]
+    python bench/admission.py scaleout [--seeds 1,2,3]
 
 `degrade`: an overload of decode, refused or with answers of 128 tokens. `replay`: refused requests of a
 trace, each admitted in a run of its own: the share of them that misses its objectives all the same.
@@ -11,10 +12,13 @@ trace, each admitted in a run of its own: the share of them that misses its obje
 is admitted then. `swing`: the loads of prefill and of decode, once a second, with admission Off and Enforce
 (of a trace, or twice the load of `stationary` with the split 4P4D): their autocorrelation, and how they go
 together. A swing in anti-phase is an autocorrelation that falls below 0 and rises again, of both loads, with
-a negative correlation between them. A flood of the lowest tier: `bench/tiers.py`.
+a negative correlation between them. `scaleout`: half of the instances start while a load arrives that needs
+all of them, with a TTFT objective of 30 s: requests in time if the router knows when they will serve, and if
+it does not. A flood of the lowest tier: `bench/tiers.py`.
 
 Exit code 1 if shorter answers serve less than 1.3 times as many requests, if less than 90 % of the replays
-miss, if less than 80 % of those that come back are admitted, or if the loads swing with Enforce.
+miss, if less than 80 % of those that come back are admitted, if the loads swing with Enforce, or if fewer
+requests are in time because the router knows of a scale-out.
 """
 
 import argparse
@@ -28,7 +32,7 @@ from statistics import fmean, median
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Slo
 from fulcrum_simulator.fleet.load import leave_out_overlong, prepare_load
-from fulcrum_simulator.fleet.options import RunOptions, parse_policy
+from fulcrum_simulator.fleet.options import LateStart, RunOptions, parse_policy
 from fulcrum_simulator.fleet.records import RequestResult
 from fulcrum_simulator.fleet.run import simulate
 from fulcrum_simulator.routing import Outcome
@@ -46,29 +50,34 @@ WARM_UP_S = 30.0
 LAGS_S = 1, 2, 5, 10, 20, 40
 SWING_MIN = 0.3
 """Correlation from which it counts."""
-REPLAYED, RETURNED = "replayed", "returned"
 ADMITTED_SHARE_MIN = 0.8
+PATIENT_SLO = Slo(ttft_s=30.0, tpot_s=0.1)
+LATE, START_S, SERVES_S, SCALE_OUT_S = (2, 3, 6, 7), 60.0, 120.0, 180.0
+"""Instances that are not there from the beginning, and when their engines start and serve."""
 
 
 def main() -> int:
     """Run one measurement; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("measurement", choices=("degrade", "replay", "comeback", "swing"))
+    parser.add_argument("measurement", choices=("degrade", "replay", "comeback", "swing", "scaleout"))
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--speed", type=float, default=6.4, help="of the trace")
+    parser.add_argument("--policy", default="arrow+enforce", help="of replay and comeback (%(default)s)")
     parser.add_argument("--sample", type=int, default=10, help="replayed requests of each seed")
     arguments = parser.parse_args()
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
     if arguments.measurement == "degrade":
         return measure_shorter_answers(seeds)
+    if arguments.measurement == "scaleout":
+        return measure_scale_out(seeds)
     if arguments.measurement == "swing":
         return measure_swing(arguments.trace, arguments.speed, seeds)
     if arguments.trace is None:
         parser.error(f"{arguments.measurement} needs --trace")
     if arguments.measurement == "comeback":
-        return measure_comebacks(arguments.trace, arguments.speed, seeds)
-    return measure_replays(arguments.trace, arguments.speed, seeds, arguments.sample)
+        return measure_comebacks(arguments.trace, arguments.speed, seeds, arguments.policy)
+    return measure_replays(arguments.trace, arguments.speed, seeds, arguments.policy, arguments.sample)
 
 
 def make_options(policy: str, seed: int) -> RunOptions:
@@ -101,14 +110,14 @@ def measure_shorter_answers(seeds: Sequence[int]) -> int:
     return int(median(gains) < GAIN_MIN)
 
 
-def measure_replays(trace: Path, speed: float, seeds: Sequence[int], sample: int) -> int:
+def measure_replays(trace: Path, speed: float, seeds: Sequence[int], policy: str, sample: int) -> int:
     """Admit refused requests one by one, and print how many of them miss their objectives."""
     missed = replayed = 0
     for seed, workload in prepare_trace(trace, speed, seeds):
-        records = simulate(workload, make_options("arrow+enforce", seed)).records
+        records = simulate(workload, make_options(policy, seed)).records
         refused = [number for number, record in enumerate(records) if _is_refused(record)]
         chosen = refused[:: max(1, len(refused) // sample)][:sample]
-        outcomes = [replay(workload, number, seed) for number in chosen]
+        outcomes = [replay(workload, number, seed, policy) for number in chosen]
         missed, replayed = missed + outcomes.count(False), replayed + len(outcomes)
         print(
             f"seed {seed}: {len(refused)} of {len(workload)} refused; of {len(outcomes)} that were admitted, "
@@ -119,19 +128,24 @@ def measure_replays(trace: Path, speed: float, seeds: Sequence[int], sample: int
     return int(missed < MISS_SHARE_MIN * replayed)
 
 
-def measure_comebacks(trace: Path, speed: float, seeds: Sequence[int]) -> int:
+def measure_comebacks(trace: Path, speed: float, seeds: Sequence[int], policy: str) -> int:
     """Let all refused requests come back once, and print how many of them are admitted."""
     admitted = returned = 0
     for seed, workload in prepare_trace(trace, speed, seeds):
-        first = simulate(workload, make_options("arrow+enforce", seed)).records
+        first = simulate(workload, make_options(policy, seed)).records
         again = [
-            replace(r.request, arrival_s=r.request.arrival_s + r.retry_after_s, tier=RETURNED)
+            replace(r.request, arrival_s=r.request.arrival_s + r.retry_after_s)
             for r in first
             if _is_refused(r)
         ]
-        merged = sorted([*workload, *again], key=lambda request: request.arrival_s)
-        records = simulate(merged, make_options("arrow+enforce", seed)).records
-        found = [not _is_refused(r) for r in records if r.request.tier == RETURNED]
+        arrivals = [(request, False) for request in workload] + [(request, True) for request in again]
+        arrivals.sort(key=lambda arrival: arrival[0].arrival_s)
+        records = simulate([request for request, _ in arrivals], make_options(policy, seed)).records
+        found = [
+            not _is_refused(record)
+            for record, (_, has_returned) in zip(records, arrivals, strict=True)
+            if has_returned
+        ]
         admitted, returned = admitted + sum(found), returned + len(found)
         print(
             f"seed {seed}: {len(again)} of {len(workload)} come back, {sum(found)} are admitted", flush=True
@@ -169,6 +183,29 @@ def measure_swing(trace: Path | None, speed: float, seeds: Sequence[int]) -> int
     return int(swings > 0)
 
 
+def measure_scale_out(seeds: Sequence[int]) -> int:
+    """Print for each seed how many requests are in time, without and with a forecast of the scale-out."""
+    gains: list[float] = []
+    for seed in seeds:
+        requests, _ = leave_out_overlong(COMPOSED["stationary"](1.4, seed), PROFILE)
+        workload = [request for request in requests if request.arrival_s < SCALE_OUT_S]
+        met: list[int] = []
+        for begins_s in (SERVES_S, START_S):
+            starts = tuple(LateStart(number=n, begins_s=begins_s, serves_s=SERVES_S) for n in LATE)
+            options = replace(make_options("static:4P4D+enforce", seed), slo=PATIENT_SLO, late_starts=starts)
+            records = simulate(workload, options).records
+            refused = sum(map(_is_refused, records))
+            met.append(sum(record.meets(PATIENT_SLO) for record in records))
+            print(
+                f"seed {seed}, {'known' if begins_s < SERVES_S else 'unknown'}: {met[-1]} of {len(workload)} "
+                f"in time, {refused} refused, {len(workload) - refused - met[-1]} late",
+                flush=True,
+            )
+        gains.append(met[1] / max(1, met[0]))
+    print(f"{median(gains):.3f} times as many in time with a known scale-out (bar: 1)")
+    return int(median(gains) < 1.0)
+
+
 def correlate(first: Sequence[float], second: Sequence[float], lag: int = 0) -> float:
     """Correlation of a load with another one `lag` seconds later, -1 to 1; 0 for a constant load."""
     means = fmean(first), fmean(second)
@@ -194,13 +231,12 @@ def prepare_trace(
         yield seed, [request for request in prepared if request.arrival_s < REPLAYED_S]
 
 
-def replay(workload: Sequence[WorkloadRequest], number: int, seed: int) -> bool:
+def replay(workload: Sequence[WorkloadRequest], number: int, seed: int, policy: str) -> bool:
     """Run the workload with one request admitted in any case; whether it met its objectives."""
     end_s = workload[number].arrival_s + 2 * SLO.ttft_s
-    changed = [request for request in workload if request.arrival_s < end_s]
-    changed[number] = replace(workload[number], tier=REPLAYED)
-    options = replace(make_options("arrow+enforce", seed), unsheddable_tiers=frozenset({REPLAYED}))
-    return simulate(changed, options).records[number].meets(SLO)
+    arrived = [request for request in workload if request.arrival_s < end_s]
+    options = replace(make_options(policy, seed), unjudged=frozenset({number}))
+    return simulate(arrived, options).records[number].meets(SLO)
 
 
 def _is_refused(record: RequestResult) -> bool:

@@ -199,6 +199,17 @@ class ControlOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LateStart:
+    """An instance that does not serve from the beginning of a run. Times are seconds of the run."""
+
+    number: int
+    """Of the instance."""
+    begins_s: float
+    """When its engine starts; the router knows from then on when it will serve."""
+    serves_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """One run.
 
@@ -214,6 +225,9 @@ class RunOptions:
         cpu_instances: Instances on CPUs besides, with the role Prefill (`policy.overflow`).
         cpu_slowness: How many times as long their steps take as those of the profile.
         unsheddable_tiers: Tiers whose requests admission never refuses.
+        late_starts: Instances that join during the run, as in a scale-out; with a fixed split.
+        unjudged: Numbers of requests, by arrival, that are served without admission. Unlike a tier of their
+            own that cannot be shed, that changes neither their place nor that of others.
         lookahead_steps: Most engine steps skipped together; 1 executes each, with the same result.
     """
 
@@ -232,4 +246,6 @@ class RunOptions:
     cpu_instances: int = 0
     cpu_slowness: float = 20.0
     unsheddable_tiers: frozenset[str] = frozenset()
+    late_starts: tuple[LateStart, ...] = ()
+    unjudged: frozenset[int] = frozenset()
     lookahead_steps: int = LOOKAHEAD_STEPS

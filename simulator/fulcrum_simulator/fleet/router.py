@@ -82,6 +82,7 @@ class SimulatedRouter:
         weights: Mapping[str, int] = MappingProxyType({}),
         admission: AdmissionMode = AdmissionMode.OFF,
         tiers: Mapping[str, TierAdmission] = MappingProxyType({}),
+        unjudged: Collection[int] = (),
     ) -> None:
         self.events, self.slo, self.hop_s = events, slo, hop_s
         self.fleet = RoutedFleet(instances)
@@ -96,7 +97,7 @@ class SimulatedRouter:
         self._computed: dict[str, KvImportRequest] = {}
         self._context = JourneyContext(self.fleet, TransferPairs())
         self._context.waiting_room.prefill_ahead_s, self._context.deflects = prefill_ahead_s, deflects
-        self._blocks = blocks
+        self._blocks, self._unjudged = blocks, unjudged
         self._context.set_prefix_aware(prefix_aware)
         self._context.decode_share.set_tiers(priorities, tpot_s=slo.tpot_s)
         self._context.tier_reserve.set_reserves(reserved)
@@ -146,6 +147,18 @@ class SimulatedRouter:
         self.fleet.refresh()
         self.advance()
         self._journeys.fleet_changed()
+
+    def begin_start(self, view: RoutedInstance, serves_s: float) -> None:
+        """An instance starts, and will serve then; an earlier start took as long."""
+        starts, now_s = self._context.starts, self.events.now_s
+        starts.learn(view.name, serves_s - now_s)
+        starts.begin(view.name, pool=view.name, role=view.role, since_s=now_s)
+
+        def serve() -> None:
+            starts.end(view.name, serves_s)
+            self.set_serving(view, view.instance.alive)
+
+        self.events.schedule(serves_s, serve)
 
     # Roles
 
@@ -220,6 +233,7 @@ class SimulatedRouter:
             tier=workload.tier,
             priority=workload.priority,
             tenant=workload.tenant or "",
+            skips_admission=number in self._unjudged,
         )
         self._records[request.id] = record
 

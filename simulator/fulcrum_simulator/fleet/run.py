@@ -210,10 +210,15 @@ class _Simulation:
                 tier: options.policy.tier_admission._replace(sheddable=tier not in options.unsheddable_tiers)
                 for tier in {request.tier for request in self._workload}
             },
+            unjudged=options.unjudged,
         )
         for view in views:
             view.instance.on_restart = partial(router.set_serving, view, True)
         router.run_canaries()
+        for start in options.late_starts:
+            view = views[start.number]
+            router.set_serving(view, False)
+            self._events.schedule(start.begins_s, partial(router.begin_start, view, start.serves_s))
         return router
 
     def _build_rules(self) -> AutoscalingRules:

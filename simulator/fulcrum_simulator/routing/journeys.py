@@ -56,6 +56,7 @@ class SimulatedRequest:
     priority: int = 0
     tenant: str = ""
     prefix: PromptPrefix = NO_PREFIX
+    skips_admission: bool = False
 
 
 V = TypeVar("V", bound=JourneyInstance)
@@ -237,6 +238,8 @@ class _Run:
             prefix=request.prefix,
         )
         self.journey: Journey[JourneyInstance] = Journey(routing.context, work)
+        if request.skips_admission:
+            self.journey.skip_admission()
         self.journey.on_moved = self.act
         self._prefill_leg: SimulatedLeg | None = None
         self._decode_leg: SimulatedLeg | None = None

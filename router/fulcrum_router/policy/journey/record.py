@@ -173,6 +173,10 @@ class JourneyRecord(Generic[V]):
         self._last_action: Action | None = None
         self._hits, self.must_recompute, self._reserved_on, self._is_limited = NO_HITS, False, None, False
 
+    def skip_admission(self) -> None:
+        """Admit the request, whatever admission would decide."""
+        self._is_judged = True
+
     def _find_hits(self) -> None:
         """Look up what instances have of the prompt in their prefix caches."""
         index, prefix = self._context.prefix_index, self.work.prefix
