@@ -49,7 +49,7 @@ MAX_BUFFERED_BODY_BYTES = 1024 * 1024
 
 _TAIL_BYTES = 4_096
 _CUT_SHORT = "the engine closed the connection during the response"
-_TOO_LONG = "the engine computes, but the whole response takes longer than its number of tokens allows"
+_TOO_LONG = "the engine computes, but the response exceeds the time limit for its tokens"
 
 
 class ResponseState(Enum):
@@ -271,7 +271,7 @@ class DecodeResponse(Completion[None]):
         if DONE_EVENT in data:
             self._abort(Failure.ABORTED, "the engine ended the stream before its first token")
         elif not self._chunks.put_back(data):
-            self._abort(Failure.MALFORMED, "the stream began with too much that is no token")
+            self._abort(Failure.MALFORMED, "the stream sent too many bytes before its first token")
 
     def _take_usage(self, data: bytes) -> bytes:
         """Read the usage in whole events; return them, without the usage if only the router requested it."""

@@ -148,7 +148,7 @@ class ClientConnection:
         """Answer the first request with a 503, or close at once if very many connections wait for that."""
         server = self._server
         server.router.counters.refused_connections += 1
-        message = f"the router has {server.max_connections} connections open, as many as it may"
+        message = f"the router has {server.max_connections} connections open, which is its limit"
         self._reader.rejection = Rejection(503, message)
         if len(server.connections) > server.max_connections + MAX_REFUSED_CONNECTIONS:
             self._transport.abort()

@@ -53,14 +53,14 @@ def build_failure_response(
         )
     if reason is StopReason.FULL:
         status = 503
-        message = f"{len(router.journeys.waiting_room)} requests wait already: no room for more"
+        message = f"{len(router.journeys.waiting_room)} requests wait: the waiting room is full"
     elif failed is None or failed.status in SHED_STATUSES:
         message = "no decode instance is available" if failed is None else failed.detail
         status = 503
     else:
         message = f"no decode instance responded: {failed.detail}"
         if reason is StopReason.QUERY_OF_DEATH:
-            message = f"two engines failed by this request: {failed.detail}"
+            message = f"two engines failed on this request: {failed.detail}"
         status = find_error_status(failed)
     lines = responses.DO_NOT_RETRY if reason in _FAILS_AGAIN else b""
     return RequestOutcome.FAILED, responses.build_error_response(

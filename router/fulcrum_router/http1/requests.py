@@ -38,7 +38,7 @@ _REPLAYED_HEADERS = frozenset(  # all that the router reads of a request
 )
 _METHODS = frozenset({b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"PATCH", b"CONNECT"})
 """httptools knows others, some of them with protocols that are not HTTP."""
-FULL = "the router holds as many bytes of requests as it may; try again"
+FULL = "the router has no memory for more requests now; try again"
 _SINGLE_HEADERS = (
     b"authorization",
     b"content-length",

@@ -35,7 +35,7 @@ REUSE_RACE_S = 0.05
 """If a reused connection closes this soon after a request was sent, the engine has not read the request."""
 SMALL_BODY_BYTES = 16_384
 """Below this size, copying head and body into one write is cheaper than `writelines`."""
-_TOO_SLOW = "the engine sends, but the response takes longer than its number of tokens allows"
+_TOO_SLOW = "the engine sends, but the response exceeds the time limit for its tokens"
 MAX_INTERIM_RESPONSES = 8
 """Responses such as `100 Continue` before the response itself."""
 

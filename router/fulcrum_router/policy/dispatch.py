@@ -196,7 +196,7 @@ def choose_decode(
     if not costs:
         costs = _list_decode_costs(other_role, work, now_s, exclude)
         if not costs:
-            return NoInstance("no serving instance" + (" that can read the prefill's KV" if source else ""))
+            return NoInstance("no serving instance" + (" that can read the source's KV" if source else ""))
         return _dispatch(min(costs), DispatchReason.OTHER_ROLE)
     if pairs is not None:
         costs = _add_transfer_delays(costs, pairs, work.prompt_tokens, now_s)

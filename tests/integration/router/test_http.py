@@ -282,7 +282,7 @@ async def test_a_body_over_the_global_limit_is_rejected_until_others_have_ended(
         [(status, body)] = await send_pieces(world, large)
         assert (status, json.loads(body)["error"]["message"]) == (
             503,
-            "the router holds as many bytes of requests as it may; try again",
+            "the router has no memory for more requests now; try again",
         )
         go_on.set()
         assert statuses(await first) == [200]
@@ -317,7 +317,7 @@ async def test_a_connection_over_the_limit_gets_a_503_that_says_so() -> None:
         await wait_until(lambda: len(world.server.clients.connections) == 1, "the first is connected")
         response = await read_until_closed(world, build_post(BODY))
         assert response.startswith(b"HTTP/1.1 503")
-        assert b"the router has 1 connections open, as many as it may" in response
+        assert b"the router has 1 connections open, which is its limit" in response
         writer.close()
         await wait_until(lambda: not world.server.clients.connections, "both are closed")
         assert statuses(await send_pieces(world, build_post(BODY))) == [200]

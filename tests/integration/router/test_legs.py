@@ -283,7 +283,7 @@ async def test_a_request_after_which_two_engines_died_reaches_no_third(
         status, text, _ = await request_completion(client, world)
         reached = [name for name in closing if world[name].requests]
         assert (status, len(reached)) == (502, 2)
-        assert "two engines failed by this request" in json.loads(text)["error"]["message"]
+        assert "two engines failed on this request" in json.loads(text)["error"]["message"]
         assert dict(world.router.counters.stopped_requests) == {StopReason.QUERY_OF_DEATH: 1}
         assert world.ledgers_are_empty()
 

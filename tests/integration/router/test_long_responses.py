@@ -188,7 +188,7 @@ async def test_a_stream_that_drips_ends_when_its_tokens_have_had_their_time(
                 connection._received_data = True
                 world.router.fleet.enforce_timeouts(time.monotonic() + second)
             rest = await response.content.readuntil(b"\n\n")
-        assert b"the engine sends, but the response takes longer than its number of tokens allows" in rest
+        assert b"the engine sends, but the response exceeds the time limit for its tokens" in rest
         assert world.ledgers_are_empty()
 
 

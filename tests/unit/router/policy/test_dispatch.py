@@ -288,7 +288,7 @@ def test_no_instance_that_can_read_the_kv_has_its_own_reason() -> None:
     chosen = choose_decode(
         Candidates([instance("d1", identity=OTHER_MODEL)]), work(100), now_s=0.0, prefilled_on=source
     )
-    assert rounded(chosen) == NoInstance("no serving instance that can read the prefill's KV")
+    assert rounded(chosen) == NoInstance("no serving instance that can read the source's KV")
 
 
 def test_reserved_tokens_count_like_those_in_the_batch() -> None:
