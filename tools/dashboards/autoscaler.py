@@ -22,9 +22,9 @@ def _seen() -> list[Panel]:
     return [
         lines(
             "Load by role",
-            "What policy arrow saw: it flips to decode while decode is above expand, and to prefill only "
-            "while decode is below shrink. A gap: not known, and nothing flips; or the policy is balanced, "
-            "which goes by the forecasts below.",
+            "Of policy arrow, which flips to decode while decode is above expand, and to prefill only while "
+            "decode is below shrink. A gap: the load is not known, and nothing flips; or the policy is "
+            "balanced, which uses the forecasts below.",
             [
                 largest("autoscaler_load_ratio", "role"),
                 largest("autoscaler_threshold_ratio", "threshold", legend="{{threshold}} threshold"),
@@ -46,8 +46,8 @@ def _seen() -> list[Panel]:
         ),
         lines(
             "Forecast and actual TTFT",
-            "Mean TTFT of streams: as predicted when the prompt was sent, and as it was. Flip "
-            "requests follow from the same model. Lines that part for minutes: see FulcrumPredictionsOff.",
+            "Mean TTFT of streams, predicted when the prompt was sent, and measured. Flip "
+            "requests follow from the same model. Lines that differ for minutes: see FulcrumPredictionsOff.",
             [
                 Query(_FORECAST.format(time="predicted"), "forecast"),
                 Query(_FORECAST.format(time="measured"), "actual"),
@@ -58,7 +58,7 @@ def _seen() -> list[Panel]:
         lines(
             "Forecast and actual prefill work",
             "The prefill instances that prompts kept busy, as policy balanced expected it, and those that "
-            "serve. Work above them: prefill is the bottleneck. Lines that part for minutes: the load "
+            "serve. Work above them: prefill is the bottleneck. Lines that differ for minutes: the load "
             "comes in bursts; keep more instances.",
             [
                 largest("autoscaler_forecast_prefill_instances", "service", legend="forecast"),
@@ -99,7 +99,7 @@ def _done() -> list[Panel]:
         ),
         lines(
             "Flips",
-            "By new role, in five minutes. Both roles together: instances flip to and fro.",
+            "By new role, in five minutes. Both roles together: instances flip back and forth.",
             [Query(f"sum by (to) (increase(fulcrum_autoscaler_flips_total{{{SELECTOR}}}[5m]))", "to {{to}}")],
         ),
         lines(

@@ -85,7 +85,7 @@ def _reconciles() -> list[Panel]:
         lines(
             "API calls",
             "Of the operator, each second, by method and status. 429, 5xx, none: the API server is "
-            "overloaded or away. 409: somebody else writes the same objects.",
+            "overloaded or unavailable. 409: somebody else writes the same objects.",
             [
                 Query(
                     f"sum by (method, status) (rate(fulcrum_operator_api_requests_total[{RATE}]))",
@@ -146,11 +146,11 @@ def _router() -> list[Panel]:
         ),
         lines(
             "Faults of the router",
-            "All 0 is right. refused connections, for want of memory: clients open or send more than the "
-            "router may hold. assignments: see FulcrumWatchStale. A background task: see the router's log.",
+            "All 0 is right. refused connections, no memory: clients open or send more than the router "
+            "has room for. assignments: see FulcrumWatchStale. A background task: see the router's log.",
             [
                 _total("router_refused_connections_total", "refused connections"),
-                _total("router_memory_refusals_total", "refused for want of memory"),
+                _total("router_memory_refusals_total", "refused: no memory"),
                 _total("router_assignments_refused_total", "refused assignments"),
                 _total("router_failed_handshakes_total", "failed TLS handshakes"),
                 rate("router_background_task_failures_total", "task"),

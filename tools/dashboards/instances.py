@@ -60,8 +60,8 @@ def _load() -> list[Panel]:
         ),
         lines(
             "Decode legs",
-            "Requests that an instance generates output for. Uneven lines: KV is full somewhere, or "
-            "one is slow.",
+            "Requests that an instance generates output for. Uneven lines: the KV cache of one is "
+            "full, or one is slow.",
             [_by_instance("decode_legs")],
         ),
         lines(
@@ -89,8 +89,7 @@ def _health() -> list[Panel]:
         ),
         lines(
             "Drift of prefill predictions",
-            "Predicted by measured time. Below 1: slower than its pool; half of it deserves a look "
-            "at the node.",
+            "Predicted by measured time. Below 1: slower than its pool. Below 0.5: look at the node.",
             [_by_instance("prefill_drift_ratio")],
         ),
     ]

@@ -110,7 +110,7 @@ def _latency() -> list[Panel]:
     return [
         lines(
             "TTFT of streams",
-            "From arrival to the first token, of the tiers chosen above. If p99 leaves p50 (dotted) behind, "
+            "From arrival to the first token, of the tiers chosen above. p99 far above p50 (dotted): "
             "look at the queues.",
             quantiles("fulcrum_router_ttft_seconds"),
             unit="s",
@@ -137,8 +137,8 @@ def _latency() -> list[Panel]:
         ),
         lines(
             "Time between tokens",
-            "Engines' own figure of single tokens; TPOT is its mean over a request. If p99 leaves p50 "
-            "behind, prompts are computed beside answers, or engines preempt.",
+            "Engines' own figure of single tokens; TPOT is its mean over a request. p99 far above "
+            "p50: prompts are computed beside answers, or engines preempt.",
             quantiles_of_all(
                 "vllm:inter_token_latency_seconds", f"{{{SELECTOR}}}", shares=(0.5, 0.9, 0.99, 0.999)
             ),
@@ -165,7 +165,7 @@ def _work() -> list[Panel]:
     return [
         lines(
             "Split",
-            "Serving instances by role. A flip moves one from the one line to the other.",
+            "Serving instances by role. A flip moves an instance from one line to the other.",
             [largest("router_serving_instances", "role")],
         ),
         lines(
@@ -188,8 +188,8 @@ def _work() -> list[Panel]:
         ),
         lines(
             "Queues before decode",
-            "Requests that wait in the engines of decode instances, for a place or for their KV, and prompts "
-            "whose KV nobody has fetched yet. They grow while prefill's queue does not: more decode.",
+            "Requests that wait in the engines of decode instances, for a place in the batch or for "
+            "their KV, and prompts whose KV nobody has fetched yet. They grow while prefill's queue does not: more decode.",
             [
                 Query(f'sum(vllm:num_requests_waiting{{{SELECTOR},role="decode"}})', "in engines"),
                 Query(f"sum(fulcrum_router_instance_pending_transfers{{{SELECTOR}}})", "pending transfers"),

@@ -59,7 +59,7 @@ async def _format_latest(connection: TargetConnection, snapshot: ServiceSnapshot
             snapshot.service.metadata.name, limit=max(limit, _DECISIONS_FETCHED_MIN)
         )
     except AutoscalerUnavailable as error:
-        errors = [f"the autoscaler's decisions are missing: {error}"]
+        errors = [f"cannot read the autoscaler's decisions: {error}"]
     assigned = decisions_from_assignment(snapshot.assignment, decisions)
     assigned += first_roles(snapshot.assignment, snapshot.instances, [*decisions, *assigned])
     if errors and not assigned:

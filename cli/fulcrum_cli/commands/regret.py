@@ -177,9 +177,7 @@ def _describe_traffic(traffic: RecordedTraffic, profile: EngineProfile) -> list[
         f"simulated with the profile {profile.name}; tiers are not simulated",
     ]
     if traffic.guessed_outputs:
-        lines.append(
-            f"{traffic.guessed_outputs:,} of them did not end: their answers count with the median length"
-        )
+        lines.append(f"{traffic.guessed_outputs:,} of them did not end: their answers get the median length")
     return lines
 
 
@@ -210,7 +208,7 @@ def _describe_regret(traffic: RecordedTraffic, results: Sequence[_Result]) -> li
         margin = max(margin, abs(simulated - recorded))
         lines.append(
             f"The router counted {recorded:.1f} %, the simulation of what ran {simulated:.1f} %. "
-            f"Differences below {margin:.1f} points say nothing."
+            f"Differences below {margin:.1f} points are not significant."
         )
     same = [each for each in results if each.alternative.instances == ran.alternative.instances]
     best = max(same, key=lambda each: each.attainment)

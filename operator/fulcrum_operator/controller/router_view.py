@@ -91,7 +91,9 @@ class ClusterRouterView:
             self._tls_failures.pop(key, None)
             return ()
         advice = (
-            "" if self._ca_file else "; the operator has no authority: set router.stateCASecret of the chart"
+            ""
+            if self._ca_file
+            else "; the operator trusts no authority: set router.stateCASecret of the chart"
         )
         text = f"the state port of the router: {why}{advice}; nothing flips until its state can be read"
         return (FailureCause(conditions.STATE_PORT_UNTRUSTED, text, "state-port"),)

@@ -155,7 +155,7 @@ async def test_the_operator_names_why_it_cannot_read_the_state(state_port: State
             return state is not None, [(cause.reason, cause.message) for cause in view.problems(key)]
 
     failed = "the state port of the router: unable to get local issuer certificate"
-    advice = "the operator has no authority: set router.stateCASecret of the chart"
+    advice = "the operator trusts no authority: set router.stateCASecret of the chart"
     assert [await look(tmp_path / "ca.crt"), await look(None)] == [
         (True, []),
         (False, [("StatePortUntrusted", f"{failed}; {advice}; nothing flips until its state can be read")]),

@@ -297,7 +297,7 @@ def test_explain_without_an_autoscaler_prints_the_rest(fulcrum: CommandLine, cha
     refusal = {"role": "Prefill", "reason": "below the floor", "until": "2999-01-01T00:00:00Z"}
     chat.patch_entry("chat-1", refused=refusal)
     stdout = stdout_of(fulcrum("explain", "chat"))
-    assert stdout.startswith("the autoscaler's decisions are missing: ")
+    assert stdout.startswith("cannot read the autoscaler's decisions: ")
     assert "refused chat-1 → Prefill: below the floor, for " in stdout
 
 

@@ -70,8 +70,8 @@ def _find_large_reserves(tiers: Iterable[QoSTier]) -> Iterator[str]:
     if total > 1.0:
         parts = ", ".join(f"{name} {fraction:g}" for name, fraction in reserves.items() if fraction)
         yield (
-            f"the tiers reserve {total:g} of the instances in all ({parts}), at most 1 can be: "
-            "the router divides each reservedFraction by that sum"
+            f"the tiers reserve {total:g} together ({parts}), more than 1: "
+            "the router divides each reservedFraction by this sum"
         )
 
 

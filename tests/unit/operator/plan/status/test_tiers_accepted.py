@@ -74,8 +74,8 @@ def named(*names: str, auth: dict[str, Any] | None = None) -> PDService:
             (
                 "False",
                 "ReservesTooLarge",
-                "the tiers reserve 1.1 of the instances in all (gold 0.7, silver 0.4), at most 1 can be: "
-                "the router divides each reservedFraction by that sum",
+                "the tiers reserve 1.1 together (gold 0.7, silver 0.4), more than 1: "
+                "the router divides each reservedFraction by this sum",
             ),
             id="reserves above 1",
         ),
