@@ -22,14 +22,14 @@ from fulcrum_cluster.client import RestStore, open_store
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_core.api import EngineIdentitySpec, PDAssignment, PDInstance, PDPool, PDService, Resource
 from fulcrum_core.errors import Conflict, InvalidInput, NotFound, StoreUnavailable
-from fulcrum_core.ports import EngineObservation, EventType, InstanceKey, Listing, R, Store, WatchEvent
+from fulcrum_core.ports import EventType, Listing, R, Store, WatchEvent
 from fulcrum_core.router_state import FlipRequest, InstanceState, RouterState
 from fulcrum_core.values import FlipStrategy, Phase, Role
 from fulcrum_operator.controller.context import ReconcileContext, ServiceKey
 from fulcrum_operator.controller.reconcile import reconcile
 from fulcrum_operator.plan.observed import EngineFacts
 from tests.unit.autoscaler.builders import FakeServiceObjects, decode, make_router_state, prefill
-from tests.unit.operator.builders import engine
+from tests.unit.operator.fakes import FakeRuntime
 from tests.waiting import wait_until, yield_control
 
 CONNECTIONS = 8
@@ -75,23 +75,6 @@ class InterleavedStore:
 
     async def delete(self, kind: type[R], name: str, **where: Any) -> None:
         await (await self._yield_then_pick()).delete(kind, name, **where)
-
-
-class FakeRuntime:
-    """An `EngineRuntime` whose engines start and stop at once."""
-
-    def __init__(self) -> None:
-        self.running: dict[str, EngineObservation] = {}
-
-    async def start(self, instance: PDInstance, *_: object, **__: object) -> None:
-        self.running[instance.metadata.name] = engine(instance.metadata.name)
-
-    async def stop(self, key: InstanceKey, **_: object) -> None:
-        self.running.pop(key.name, None)
-
-    def observe(self, namespace: str) -> tuple[EngineObservation, ...]:
-        del namespace
-        return tuple(self.running[name] for name in sorted(self.running))
 
 
 @dataclass
@@ -145,7 +128,8 @@ class Actors:
 
     def __post_init__(self) -> None:
         self.key = ServiceKey(self.namespace, "chat")
-        self.engines, self.router, self.autoscaler_view = FakeRuntime(), IdleRouter(), RefreshedObjects()
+        self.engines, self.router = FakeRuntime(runs_at_once=True), IdleRouter()
+        self.autoscaler_view = RefreshedObjects()
         self.context = ReconcileContext(
             store=self.stores["operator"],
             runtime=self.engines,

@@ -189,7 +189,8 @@ def _work() -> list[Panel]:
         lines(
             "Queues before decode",
             "Requests that wait in the engines of decode instances, for a place in the batch or for "
-            "their KV, and prompts whose KV nobody has fetched yet. They grow while prefill's queue does not: more decode.",
+            "their KV, and prompts whose KV nobody has fetched yet. They grow while prefill's queue does "
+            "not: more decode.",
             [
                 Query(f'sum(vllm:num_requests_waiting{{{SELECTOR},role="decode"}})', "in engines"),
                 Query(f"sum(fulcrum_router_instance_pending_transfers{{{SELECTOR}}})", "pending transfers"),

@@ -18,7 +18,7 @@ from fulcrum_router.policy.kv_pairs.pairs import TransferPairs
 from fulcrum_router.policy.ledger import Ledger
 from tests.integration.fuzz.conftest import RunFuzzer
 from tests.integration.fuzz.fuzzing import split_randomly
-from tests.unit.router.builders import FakeLeg
+from tests.unit.router.builders import FakeDownstream, FakeLeg
 
 OK = b"HTTP/1.1 200 OK\r\n"
 SSE = OK + b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -76,24 +76,6 @@ class FakeTransport:
 
     def resume_reading(self) -> None:
         pass
-
-
-class FakeDownstream:
-    """A client's connection that records what is written."""
-
-    paused = False
-
-    def __init__(self) -> None:
-        self.written = b""
-
-    def write(self, data: bytes) -> None:
-        self.written += data
-
-    def release_body(self) -> None:
-        pass
-
-    def finish_response(self, *, keep_alive: bool) -> None:  # noqa: ARG002  # Downstream's signature
-        raise AssertionError("the exchange ends the response")
 
 
 def read_with_h11(data: bytes, *, closed: bool) -> tuple[int, bytes] | None:
@@ -155,7 +137,8 @@ def decode(pieces: list[bytes]) -> tuple[DecodeResponse, bytes]:
     )
     connection.send(response, b"", b"", head_timeout_s=9.0, idle_timeout_s=9.0)
     feed(connection, pieces)
-    return response, downstream.written
+    assert downstream.finished_keep_alive is None, "the exchange ends the response"
+    return response, b"".join(downstream.writes)
 
 
 def test_what_is_forwarded_is_what_the_engine_sent(run_fuzzer: RunFuzzer, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Fakes of ports for the operator's tests: an API server that stores pods.
+"""Fakes of ports for the operator's tests: an API server that stores pods, and a runtime of engines.
 
 Everything else is the memory store's. Pods do not start by themselves; a test writes their status.
 """
@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fulcrum_cluster.objects import POD, ObjectKind
+from fulcrum_core.api import PDInstance
 from fulcrum_core.api.meta import format_time
 from fulcrum_core.errors import AlreadyExists, NotFound
-from tests.unit.operator.builders import NOW_S
+from fulcrum_core.ports import EngineObservation, InstanceKey
+from tests.unit.operator.builders import EXITED, NOW_S, STARTING, engine
 
 Json = dict[str, Any]
 
@@ -73,3 +75,35 @@ class FakePods:
         if name not in self.pods:
             raise NotFound(name)
         return self.pods[name]
+
+
+@dataclass
+class FakeRuntime:
+    """An `EngineRuntime` whose engines stop at once, and run after `become_ready` or, if so set, at once."""
+
+    runs_at_once: bool = False
+
+    observations: dict[str, EngineObservation] = field(default_factory=dict)
+    startups_s: dict[str, float] = field(default_factory=dict)
+
+    async def start(self, instance: PDInstance, *, startup_s: float) -> None:
+        name = instance.metadata.name
+        self.startups_s[name] = startup_s
+        self.observations[name] = engine(name) if self.runs_at_once else engine(name, STARTING)
+
+    async def stop(self, key: InstanceKey, *, drained: bool = False) -> None:  # noqa: ARG002
+        self.observations.pop(key.name, None)
+
+    def observe(self, namespace: str) -> tuple[EngineObservation, ...]:
+        del namespace
+        return tuple(self.observations[name] for name in sorted(self.observations))
+
+    def become_ready(self, *names: str) -> None:
+        for name in names or tuple(self.observations):
+            self.observations[name] = engine(name, restarts=self.observations[name].restarts)
+
+    def crash(self, name: str) -> None:
+        self.observations[name] = engine(name, EXITED, exit_reason="signal SIGKILL")
+
+    def restart(self, name: str) -> None:
+        self.observations[name] = engine(name, STARTING, restarts=1, exit_reason="signal SIGKILL")

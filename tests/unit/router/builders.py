@@ -125,3 +125,21 @@ def make_serving(name: str, role: Role, *, pool: str = "") -> Instance:
     made.assign(role)
     made.set_endpoint("127.0.0.1", 9)
     return made
+
+
+class FakeDownstream:
+    """A client's connection that records what is written."""
+
+    def __init__(self) -> None:
+        self.paused = False
+        self.writes: list[bytes] = []
+        self.finished_keep_alive: bool | None = None
+
+    def write(self, data: bytes) -> None:
+        self.writes.append(data)
+
+    def release_body(self) -> None:
+        pass
+
+    def finish_response(self, *, keep_alive: bool) -> None:
+        self.finished_keep_alive = keep_alive

@@ -89,7 +89,7 @@ def test_tiles_are_sorted_by_pool_and_by_the_number_in_the_name() -> None:
     assert [tile["name"] for tile in observe(instances)["tiles"]] == ["c-3", "c-1", "c-2", "c-10"]
 
 
-def test_problems_are_named() -> None:
+def test_a_failed_or_silent_instance_says_what_is_wrong() -> None:
     instances = {
         "c-1": make_instance("c-1", phase="Failed", message="exit code 1"),
         "c-2": make_instance("c-2"),

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,7 +12,6 @@ from fulcrum_core.api import KINDS, PDAssignment, PDInstance, PDPool, PDService,
 from fulcrum_core.assignment import build_flip
 from fulcrum_core.errors import Conflict, Forbidden, InvalidInput
 from fulcrum_core.merge_patch import create_merge_patch
-from fulcrum_core.ports import EngineObservation, InstanceKey
 from fulcrum_core.router_state import RouterState
 from fulcrum_core.values import Actor, Phase, Role
 from fulcrum_operator.controller.context import Problems, ReconcileContext, ServiceKey
@@ -23,50 +22,18 @@ from fulcrum_operator.plan.observed import EngineFacts
 from tests.clocks import ManualClock
 from tests.unit.operator.builders import (
     ENGINE_FACTS,
-    EXITED,
     NOW_S,
-    STARTING,
     D,
     P,
     assignment_spec,
-    engine,
     router,
     service,
     tier,
 )
+from tests.unit.operator.fakes import FakeRuntime
 from tests.waiting import run_pending_tasks
 
 KEY = ServiceKey("default", "chat")
-
-
-@dataclass
-class FakeRuntime:
-    """An `EngineRuntime` whose engines run after `become_ready` and stop at once."""
-
-    observations: dict[str, EngineObservation] = field(default_factory=dict)
-    startups_s: dict[str, float] = field(default_factory=dict)
-
-    async def start(self, instance: PDInstance, *, startup_s: float) -> None:
-        name = instance.metadata.name
-        self.startups_s[name] = startup_s
-        self.observations[name] = engine(name, STARTING)
-
-    async def stop(self, key: InstanceKey, *, drained: bool = False) -> None:  # noqa: ARG002
-        self.observations.pop(key.name, None)
-
-    def observe(self, namespace: str) -> tuple[EngineObservation, ...]:
-        assert namespace == KEY.namespace
-        return tuple(self.observations[name] for name in sorted(self.observations))
-
-    def become_ready(self, *names: str) -> None:
-        for name in names or tuple(self.observations):
-            self.observations[name] = engine(name, restarts=self.observations[name].restarts)
-
-    def crash(self, name: str) -> None:
-        self.observations[name] = engine(name, EXITED, exit_reason="signal SIGKILL")
-
-    def restart(self, name: str) -> None:
-        self.observations[name] = engine(name, STARTING, restarts=1, exit_reason="signal SIGKILL")
 
 
 class RefusingStore:

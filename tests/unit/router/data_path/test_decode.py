@@ -17,7 +17,7 @@ from fulcrum_router.http1.upstream import ConnectionPool, EngineConnection
 from fulcrum_router.kv_transfer.verification import KvTransfer
 from fulcrum_router.policy.kv_pairs.pairs import TransferPairs
 from fulcrum_router.policy.ledger import Ledger
-from tests.unit.router.builders import FakeLeg
+from tests.unit.router.builders import FakeDownstream, FakeLeg
 
 STATUS = b"HTTP/1.1 200 OK\r\n"
 FULCRUM_HEADERS = b"x-fulcrum-decode: d-0\r\n"
@@ -29,24 +29,6 @@ DONE = frame_chunk(b"data: [DONE]\n\n")
 END = b"0\r\n\r\n"
 LARGE = frame_chunk(b"data: " + b"a" * 2 * MAX_BUFFERED_CHUNK_BYTES + b"\n\n")
 LARGE_BEGINNING = LARGE[: MAX_BUFFERED_CHUNK_BYTES + 1]
-
-
-class FakeDownstream:
-    """A client's connection that records what is written."""
-
-    def __init__(self) -> None:
-        self.paused = False
-        self.writes: list[bytes] = []
-        self.finished_keep_alive: bool | None = None
-
-    def write(self, data: bytes) -> None:
-        self.writes.append(data)
-
-    def release_body(self) -> None:
-        pass
-
-    def finish_response(self, *, keep_alive: bool) -> None:
-        self.finished_keep_alive = keep_alive
 
 
 def make_error(status: int) -> bytes:

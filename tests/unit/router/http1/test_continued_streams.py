@@ -122,7 +122,7 @@ def _read(output: DeliveredOutput) -> DeliveredOutput:
         pytest.param({"prompt": [1], "return_token_ids": True}, id="token ids that are returned"),
     ],
 )
-def test_sound_requests(fields: dict[str, Any]) -> None:
+def test_a_sound_request_can_be_continued(fields: dict[str, Any]) -> None:
     assert can_continue({**SOUND, **fields}, chat=False)
 
 

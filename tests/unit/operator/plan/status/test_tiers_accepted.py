@@ -98,7 +98,7 @@ def named(*names: str, auth: dict[str, Any] | None = None) -> PDService:
         ),
     ],
 )
-def test_contradictions_are_told(
+def test_contradictions_are_named_with_what_happens_next(
     subject: PDService, tiers: tuple[QoSTier, ...], expected: tuple[str, str, str]
 ) -> None:
     assert judge(subject, *tiers) == expected
