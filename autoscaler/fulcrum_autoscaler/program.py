@@ -1,7 +1,7 @@
 """The autoscaler process, for one service or for all services of a cluster.
 
 Starts the supervisor and the HTTP server, and stops both on SIGTERM or SIGINT. The decisions are made in
-`loop`.
+`loop`. `__main__` calls `main`.
 """
 
 import asyncio

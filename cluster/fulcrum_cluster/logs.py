@@ -2,7 +2,8 @@
 
 An exception is logged with its type and the places that it passed through. Values of local variables are
 never logged, and the router leaves out the text of exceptions as well: both may hold a client's prompt.
-asyncio, kopf and other libraries log through the standard library; their messages become the same lines.
+asyncio, kopf and other libraries log through the standard library; their messages become the same lines. The
+programs call `configure_logging` once, at their start.
 """
 
 import argparse

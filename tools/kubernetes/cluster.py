@@ -4,7 +4,8 @@ The *hub* is a set of namespaces with etcd and the control plane; it is also the
 Each *node* is a further set inside it with its own containerd, kubelet and kube-proxy, so a node can be
 killed as by a power cut and its cable can be pulled. When the hub's first process ends, the kernel ends every
 process, mount and interface of the cluster; only the cluster's folder (certificates, logs) and empty cgroups
-are left, and `stop` removes the latter.
+are left, and `stop` removes the latter. Tests of levels 3 and 4, `bench` and `python -m tools.kubernetes`
+start clusters with it.
 """
 
 import hashlib

@@ -1,4 +1,8 @@
-"""The kinds of fulcrum.dev/v1alpha1. The CRDs are generated from these models."""
+"""The kinds of fulcrum.dev/v1alpha1. The CRDs are generated from these models.
+
+Every room reads and writes objects as these types; Kubernetes' own objects are dictionaries
+(`fulcrum_cluster.objects`).
+"""
 
 from fulcrum_core.api.manifest import load_manifest, parse_object
 from fulcrum_core.api.meta import Condition, ObjectMeta, OwnerReference, Resource

@@ -1,6 +1,7 @@
 """PDPool: interchangeable instances, made by the operator from a pool of a PDService.
 
-Its spec contains the launch spec, from which the revision of the instances is computed.
+Its spec contains the launch spec, from which the revision of the instances is computed. The operator's plan
+makes pools, and people and autoscalers write `replicas`.
 """
 
 import hashlib

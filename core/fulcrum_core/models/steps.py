@@ -2,7 +2,8 @@
 
 A roofline: a step reads the weights once, a prompt token costs arithmetic, a token in the KV cache is read.
 Settings are chosen by it before an engine runs, and a router predicts with it before it has measured one.
-Measured coefficients come from engine profiles and from the router's own samples.
+Measured coefficients come from engine profiles and from the router's own samples. Engine adapters, `fulcrum
+plan` and the router ask.
 """
 
 from fulcrum_core.hardware import HardwareFacts

@@ -10,7 +10,7 @@ more, and would be restarted.
 A scraper that takes OpenMetrics, as Prometheus does, gets exemplars: the trace ids of some requests.
 
 A page of 1,000 instances has a megabyte. Who does not read it is disconnected: else each connection that is
-allowed here could keep another page in the router's memory.
+allowed here could keep another page in the router's memory. `server` opens the port.
 """
 
 import asyncio

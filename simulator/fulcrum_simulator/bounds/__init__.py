@@ -2,7 +2,8 @@
 
 Bounds hold for every scheduler of identical instances; references are what a named discipline reaches. All
 are pure functions of a workload, a profile and an SLO. Simulating real policies is left to other modules.
-Letters and numbers (B1 to B5) are those of the literature notes from which the formulas come.
+Letters and numbers (B1 to B5) are those of the literature notes from which the formulas come. `fulcrum
+bounds` and the policy `clairvoyant` use them.
 """
 
 from fulcrum_simulator.bounds.decode_burst import count_decodes_on_time_at_most, find_decode_burst_rate

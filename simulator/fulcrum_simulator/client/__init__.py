@@ -1,5 +1,6 @@
-"""The load generator: sends a workload to a service, checks the responses byte by byte, measures
-latencies.
+"""The load generator: sends a workload to a service, checks the responses byte by byte, measures latencies.
+
+`fulcrum play`, tests and `bench` use it. What arrives when is the workload's (`fulcrum_simulator.workload`).
 """
 
 from fulcrum_simulator.client.generator import LoadGenerator, LoadTarget

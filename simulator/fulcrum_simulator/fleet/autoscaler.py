@@ -2,7 +2,8 @@
 
 It follows the shipped control loop: flip requests from before a flip are skipped, and a refused flip request
 is followed by a short pause. The router's state is read at a tick or a flip request, and the policy decides
-`state_age_s` later. The router applies a written flip after `flip_latency_s`.
+`state_age_s` later. The router applies a written flip after `flip_latency_s`. `run` starts it, except for
+policies that are planners.
 """
 
 from collections.abc import Callable, Collection

@@ -2,7 +2,7 @@
 
 The legs that it serves come from `router`. KV is pulled as by the engine server: a handshake at the first
 contact of two engines, then one transfer after another on the links of both ends, under the lease of the
-prefill instance.
+prefill instance. `run` makes the instances, and `router` sends to them.
 """
 
 import random

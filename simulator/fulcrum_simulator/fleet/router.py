@@ -4,7 +4,8 @@
 engines' metrics and publishes flip requests.
 
 Not simulated: the estimate of a prompt's tokens (the number is known), the load and the time of canaries, the
-measurement of slow pairs, ejection by judgement, rate limits and several choices.
+measurement of slow pairs, ejection by judgement, rate limits and several choices. `run` makes it and serves
+the workload with it.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Measures a running engine over vLLM's HTTP API, and fits the coefficients of an engine profile.
 
 `points` chooses what to measure, `measure` measures it through `engine_client`, and `fit` computes the
-coefficients; `document` writes them as a profile file.
+coefficients; `document` writes them as a profile file. `fulcrum profile` calls it.
 """
 
 from fulcrum_simulator.profiling.document import ProfiledEngine, render_profile

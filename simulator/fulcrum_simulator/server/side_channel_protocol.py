@@ -7,7 +7,7 @@
 | {"heartbeat": request id}                                            | none                          |
 | {"release": request id}                                              | {"freed": true or false}      |
 
-The reply to a pull that fails is {"error": reason}.
+The reply to a pull that fails is {"error": reason}. `side_channel_puller` and `side_channel_server` speak it.
 """
 
 import asyncio

@@ -2,7 +2,7 @@
 vLLM's order.
 
 Data only, copied exactly, because dashboards, scrapers and the router depend on it. A golden file recorded
-from a real pair of engines verifies it.
+from a real pair of engines verifies it. `metrics` makes its families from this table.
 """
 
 from dataclasses import dataclass

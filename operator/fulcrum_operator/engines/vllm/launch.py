@@ -1,7 +1,8 @@
 """Build the launch of a vLLM engine from a launch request.
 
 Written for vLLM 0.32 with NIXL 1.5 and LMCache 0.5.6. The same launch serves both roles unless the connector
-fixes the role at start: instances of a flexible pool differ only in their addresses.
+fixes the role at start: instances of a flexible pool differ only in their addresses. `manifests`, the local
+run and `fulcrum plan` call it through the package.
 """
 
 import math

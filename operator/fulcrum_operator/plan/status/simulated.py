@@ -1,6 +1,7 @@
 """The condition Simulated: whether instances run simulated engines, whose text is made up.
 
 It follows the instances, not the spec: during a roll-out from one engine type to the other both exist.
+`service` of this folder calls it.
 """
 
 from fulcrum_core.api import Condition, PDInstance, PDService, conditions

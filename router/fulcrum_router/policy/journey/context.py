@@ -3,7 +3,7 @@
 Shared are the instances and their transfer pairs, the waiting room, admission, rate limits, reserves, the
 retry budget, the demand, and what failed lately. `Router.configure` (and the simulated router) sets what
 follows from the PDService and its tiers: limits, modes and flip rules. Journeys read that, and read and write
-the rest.
+the rest. The router and the simulated router have one each.
 """
 
 import math

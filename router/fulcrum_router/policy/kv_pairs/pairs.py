@@ -1,11 +1,11 @@
 """All pairs of a service that can transfer KV: which are slow, broken or due for a canary.
 
 Dispatch reads the delays and the broken prefill instances; the canary scheduler reads the pairs that are due;
-metrics and state port report the records. `pair_record` holds what was measured of one pair.
-A pair is warm while its engines keep their last handshake. The first transfer of a cold pair waits for a new
-handshake, and an engine does one handshake at a time.
-A pair is suspect if its last transfer failed or it has a problem, and broken if none of its transfers can
-succeed.
+metrics and state port report the records. `pair_record` holds what was measured of one pair. A pair is warm
+while its engines keep their last handshake. The first transfer of a cold pair waits for a new handshake, and
+an engine does one handshake at a time. A pair is suspect if its last transfer failed or it has a problem, and
+broken if none of its transfers can succeed. `JourneyContext` has one; the canary scheduler refreshes it each
+second.
 """
 
 import heapq

@@ -4,7 +4,7 @@ If all that are refused in a burst were asked to come back when its work is done
 burst, and most of them would be refused again. So each is asked to come back after the others that were
 refused before it, at a rate that leaves most of the fleet to new requests. `JourneyContext` adds the wait to
 Retry-After. Only the sum of the refused work is kept, and it shrinks with time: whether a client does come
-back is not known.
+back is not known. `Admission` has one.
 """
 
 SHARE = 0.3

@@ -5,10 +5,10 @@ instead can still go to any instance, in any order, after loads or instances hav
 gets no more prefill work than keeps it busy: `prefill_ahead_s` seconds. In mode Direct that is infinite:
 nothing waits.
 
-The room keeps the limit, and lets requests leave in the order of `level`. Which requests join, and
-which may leave, is decided by their journeys (`Waiter.try_to_leave`). The room also charges tenants for what
-they use (`token_counters`), has requests that have waited for too long give up, and, when it is full, has a
-request of the lowest level give way to a more important one.
+The room keeps the limit, and lets requests leave in the order of `level`. Which requests join, and which may
+leave, is decided by their journeys (`Waiter.try_to_leave`). The room also charges tenants for what they use
+(`token_counters`), has requests that have waited for too long give up, and, when it is full, has a request of
+the lowest level give way to a more important one. `JourneyContext` has one.
 """
 
 import heapq
