@@ -187,6 +187,7 @@ class _Search:
         self._task = task
         self._load = make_load(task.workload, task.traces)
         self._store = RunStore(task.runs)
+        self._best_prefill: int | None = None
 
     def find_highest(self, policy: str, seed: int, bar: float, first: int, stride: int) -> int | None:
         """Return the highest place at which the policy keeps the attainment and that after it does not."""
@@ -205,11 +206,11 @@ class _Search:
         """Return the best of all fixed splits with the first seed, and its place.
 
         A split is better than the best so far if it keeps the attainment at the next place. The first one is
-        that of the queueing model; splits near it follow.
+        the best at the attainment before, or that of the queueing model; splits near it follow.
         """
         suffix = self._task.policy.removeprefix(BEST_STATIC)
         policies = [f"static:{split.prefill}P{split.decode}D" for split in list_splits(INSTANCES)]
-        likely = self._guess_prefill(first) - 1
+        likely = (self._best_prefill or self._guess_prefill(first)) - 1
         in_order = sorted(range(len(policies)), key=lambda index: abs(index - likely))
         best, place = "", None
         for index in in_order:
@@ -218,6 +219,7 @@ class _Search:
                 best, place = policy, self.find_highest(policy, 1, bar, first, STRIDE_FAR)
             elif self.run(policy, 1, place + 1, bar).meets(bar):
                 best, place = policy, self.find_highest(policy, 1, bar, place + 1, STRIDE_NEAR)
+        self._best_prefill = parse_policy(best, instances=INSTANCES).prefill
         return best, first if place is None else place
 
     def _guess_prefill(self, place: int) -> int:
