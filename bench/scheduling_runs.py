@@ -1,8 +1,8 @@
 """The simulated runs of `scheduling` and the search for the highest rates; not a measurement of its own.
 
 `bench/scheduling.py` calls `measure` for each workload and policy, and computes its figures from the rates.
-Rates are tried on a grid, a constant ratio from one to the next. Every run is kept, in a file if there is
-one: another SLO attainment of the same policy begins with what is known, and a measurement that was stopped
+Rates are tried on a grid, a constant ratio from one to the next. Every run is stored, in a file if there is
+one: a search at another SLO attainment reuses the runs of that policy, and a measurement that was stopped
 goes on where it was.
 """
 
@@ -44,7 +44,10 @@ class Workload:
 
 
 class Run(NamedTuple):
-    """What a run gave. It ends as soon as the attainment is sure to be below `below`; else that is 0."""
+    """Result of one run.
+
+    `below`: the attainment that the run missed (a run is ended once that is sure); 0 if it met it.
+    """
 
     attainment: float
     below: float
@@ -53,7 +56,7 @@ class Run(NamedTuple):
     token_share: float
 
     def meets(self, bar: float) -> bool | None:
-        """Whether the run keeps the attainment; None: it was ended too early to tell."""
+        """Whether the run meets the attainment; None: it was ended too early to tell."""
         if self.below:
             return False if bar >= self.below else None
         return self.attainment >= bar
@@ -69,7 +72,7 @@ class RunKey(NamedTuple):
 
 
 class RunStore:
-    """All runs so far; with a file, also those of earlier measurements, whoever appended them."""
+    """All runs so far, and those that were in the file when it was opened."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -85,11 +88,11 @@ class RunStore:
             self._runs[key] = run
 
     def find(self, key: RunKey) -> Run | None:
-        """Return the run that tells most about this key."""
+        """Return the run of this key that was ended last (smallest `below`)."""
         return self._runs.get(key)
 
     def record(self, key: RunKey, run: Run) -> None:
-        """Keep a run, in the file by one write of a line: several processes append to it."""
+        """Store a run, in the file by one write of a line: several processes append to it."""
         self._add(key, run)
         if self._path is not None:
             line = json.dumps({"key": key._asdict(), "run": run._asdict()}) + "\n"
@@ -124,12 +127,12 @@ class Measured:
 
 
 def make_load(workload: Workload, traces: Path | None) -> Load:
-    """Return the composed workload, or read the recording."""
+    """Return the composed workload, or load the trace."""
     profile = load_profile(PROFILE)
     if workload.name in COMPOSED:
         return ComposedLoad(workload.name, profile)
     if traces is None:
-        raise SystemExit(f"{workload.name} is a recording: name its folder by --traces")
+        raise SystemExit(f"{workload.name} is a trace: name its folder by --traces")
     recorded, _ = leave_out_overlong(load_trace(traces / workload.name).requests, profile)
     return RecordedLoad(workload.name, recorded)
 
@@ -145,14 +148,16 @@ def make_options(workload: Workload, policy: str) -> RunOptions:
 
 
 def read_workloads(use: str, traces: Path | None) -> list[Workload]:
-    """Read the list; recordings are left out without their folder."""
+    """Read the list; traces are omitted if no folder is given."""
     path = Path(__file__).with_name("scheduling_workloads.toml")
     listed = [Workload(**entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["workload"]]
     return [w for w in listed if w.use == use and (w.name in COMPOSED or traces is not None)]
 
 
 def measure(task: Task) -> dict[float, Measured]:
-    """Find the highest rates with each seed, by attainment; for `static:best`, those of the best split."""
+    """Find the highest rates with each seed, by attainment; for `static:best`, those of the split
+    that is best with seed 1.
+    """
     search = _Search(task)
     found: dict[float, Measured] = {}
     first = 0
@@ -177,7 +182,7 @@ def measure(task: Task) -> dict[float, Measured]:
 
 
 _NOTHING = Run(0.0, 0.0, 0.0, 0, 0.0)
-"""No rate keeps the attainment."""
+"""No rate meets the attainment."""
 
 
 class _Search:
@@ -190,9 +195,9 @@ class _Search:
         self._best_prefill: int | None = None
 
     def find_highest(self, policy: str, seed: int, bar: float, first: int, stride: int) -> int | None:
-        """Return the highest place at which the policy keeps the attainment and that after it does not."""
+        """Return the highest place at which the policy meets the attainment and that after it does not."""
 
-        def keeps(place: int) -> bool | None:
+        def meets(place: int) -> bool | None:
             factor = self._factor(place)
             if factor > FACTORS[1]:
                 return False
@@ -200,12 +205,12 @@ class _Search:
                 return None
             return bool(self.run(policy, seed, place, bar).meets(bar))
 
-        return find_highest_place(keeps, first, stride)
+        return find_highest_place(meets, first, stride)
 
     def find_best_split(self, bar: float, first: int) -> tuple[str, int]:
         """Return the best of all fixed splits with the first seed, and its place.
 
-        A split is better than the best so far if it keeps the attainment at the next place. The first one is
+        A split is better than the best so far if it meets the attainment at the next place. The first one is
         the best at the attainment before, or that of the queueing model; splits near it follow.
         """
         suffix = self._task.policy.removeprefix(BEST_STATIC)
@@ -229,7 +234,7 @@ class _Search:
         return find_best_fixed_split(arrivals, fleet).prefill
 
     def run(self, policy: str, seed: int, place: int, bar: float) -> Run:
-        """Return the run at this place, which is ended once it cannot keep the attainment any more."""
+        """Return the run at this place, which is ended once it cannot meet the attainment any more."""
         factor = self._factor(place)
         key = RunKey(self._task.workload.name, policy, seed, f"{factor:.6g}")
         known = self._store.find(key)
@@ -253,20 +258,20 @@ class _Search:
         return float(f"{self._task.workload.near * self._task.ratio**place:.6g}")
 
 
-def find_highest_place(keeps: Callable[[int], bool | None], first: int, stride: int) -> int | None:
-    """Return a place that is kept while the one after it is not; None if there is none.
+def find_highest_place(meets: Callable[[int], bool | None], first: int, stride: int) -> int | None:
+    """Return a place that meets the attainment while the next one does not; None if there is none.
 
-    The search starts at `first`; `stride` doubles until both are found. `keeps` returns None below the
-    lowest place.
+    The search starts at `first`; `stride` doubles until both are found. `meets` returns None below the
+    grid: the search then ends without a result.
     """
     low: int | None = None
     high: int | None = None
     place = first
     while low is None or high is None or high - low > 1:
-        kept = keeps(place)
-        if kept is None:
+        met = meets(place)
+        if met is None:
             return None
-        if kept:
+        if met:
             low = place
         else:
             high = place

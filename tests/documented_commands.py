@@ -1,6 +1,8 @@
 """The commands in the documentation: the blocks of a page that are marked as shell.
 
-A comment before a block says why the block is not executed as it stands.
+A block is executed unless an HTML comment stands directly before it; the comment says why not.
+`tests/kubernetes/nodes/test_documentation.py` executes the commands, and
+`tests/unit/repository/test_documentation.py` checks that `EXECUTED_PAGES` is complete.
 """
 
 import re
@@ -23,7 +25,7 @@ _BLOCK = re.compile(r"(?:<!-- (?P<note>.+?) -->\n)?```sh\n(?P<body>.*?)```", re.
 
 @dataclass(frozen=True, slots=True)
 class CommandBlock:
-    """A block of commands; `note` says why it is not executed as it stands, None: it is executed."""
+    """A block of commands; `note`: why it is not executed as it stands; None if it is executed."""
 
     commands: tuple[str, ...]
     note: str | None

@@ -1,6 +1,7 @@
 """The Prometheus metrics of the autoscaler, and the spans of its flips.
 
-`server` exposes the metrics, `loop` records both.
+`loop` records metrics and spans, `server` exposes the metrics, and `supervisor` makes and removes the series
+of each service. Nothing is decided here.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics
@@ -48,7 +49,7 @@ class AutoscalerMetrics:
         self.threshold = Gauge(
             "fulcrum_autoscaler_threshold_ratio",
             "Load of decode from which policy arrow flips: expand, above it to decode; shrink, below it to "
-            "prefill.",
+            "prefill. NaN with another policy.",
             [*_SERVICE_LABELS, "threshold"],
             registry=self.registry,
         )
@@ -118,7 +119,7 @@ class ServiceMetrics:
         self.write_conflicts = self._families.write_conflicts.labels(**self._labels)
 
     def record_rules(self, rules: AutoscalingRules) -> None:
-        """Set the gauges of the thresholds; without policy arrow there are none."""
+        """Set the gauges of the thresholds; NaN with another policy than arrow."""
         arrow = rules.policy is FlipPolicy.ARROW
         for name, value in (("expand", rules.expand), ("shrink", rules.shrink)):
             self._families.threshold.labels(**self._labels, threshold=name).set(value if arrow else _UNKNOWN)
@@ -132,7 +133,7 @@ class ServiceMetrics:
             self._families.assigned_instances.labels(**self._labels, role=role.lower()).set(count)
 
     def record_decision(self, decision: FlipDecision) -> None:
-        """Count a decision and set the gauges of loads and forecast, the latter only at ticks."""
+        """Count a decision and its flips; set the gauges of loads and, only at ticks, of the forecast."""
         trigger = decision.trigger
         self._families.decisions.labels(**self._labels, action=decision.action, trigger=trigger).inc()
         if decision.action is DecisionAction.FLIP and decision.to is not None:
@@ -152,7 +153,7 @@ class ServiceMetrics:
         self._families.forecast_output_tokens.labels(**self._labels).set(tokens)
 
     def trace_flip(self, decision: FlipDecision, *, began_s: float, now_s: float) -> None:
-        """Send a span of a flip, from the begin of its decision until it was written. Times are unix time."""
+        """Send a span of a flip, from the beginning of its decision to the write. Times are unix time."""
         spans = self._families.spans
         if spans is None or decision.action is not DecisionAction.FLIP or decision.to is None:
             return
@@ -168,5 +169,5 @@ class ServiceMetrics:
         spans.send("fulcrum.flip", start_s=began_s, end_s=now_s, attributes=attributes)
 
     def remove(self) -> None:
-        """Remove the service's series, after the service was deleted."""
+        """Remove the series of the service, when its loop ends."""
         self._families.remove_series(self._labels)

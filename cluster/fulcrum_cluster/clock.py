@@ -1,4 +1,7 @@
-"""The system's clocks, for shells. Pure code takes the time as an argument; tests have their own clocks."""
+"""The system clock as the port `Clock`, for code that tests and simulations run with another clock.
+
+The router's data path reads `time.monotonic()` itself. Pure code takes the time as an argument.
+"""
 
 import time
 

@@ -1,4 +1,7 @@
-"""Errors that all rooms share. A room's own errors derive from `FulcrumError`.
+"""Errors that all rooms share.
+
+An error whose text a user sees derives from `FulcrumError`. Errors that a room raises and catches itself,
+such as `LegFailed` of the router, do not.
 
 FulcrumError
 ├── InvalidInput            a user's value breaks a rule: path, value, rule
@@ -7,9 +10,9 @@ FulcrumError
     ├── NotFound
     ├── AlreadyExists
     ├── Conflict            the object changed since it was read: read again, decide again
-    ├── Gone                a watch cannot resume from there: list again
+    ├── Gone                a watch cannot resume from that resourceVersion: list again
     ├── Forbidden           this account lacks the permission
-    └── StoreUnavailable    the store did not respond: retry later
+    └── StoreUnavailable    the store did not respond, or cannot serve now: retry later
 """
 
 
@@ -54,7 +57,10 @@ class Forbidden(StoreError):
 
 
 class StoreUnavailable(StoreError):
-    """The store did not respond: retry later, after `retry_after_s` if the store requested a pause."""
+    """The store did not respond, or responded that it cannot serve now.
+
+    Retry later, after `retry_after_s` if the store requested a pause.
+    """
 
     def __init__(self, message: str, *, retry_after_s: float | None = None, cause: str = "") -> None:
         super().__init__(message)

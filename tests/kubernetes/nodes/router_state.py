@@ -24,7 +24,12 @@ class StatePort:
     def read(self, *, min_generation: int = 0, timeout_s: float = 5.0) -> RouterState:
         """Return the router state once that generation is applied, or at the time-out.
 
-        Reconnects if the router has become a standby. LookupError if no router responds.
+        Callers check its generation. Reconnects after an error or a refusal, for example if the router is now
+        a standby.
+
+        Raises:
+            LookupError: No attempt of `MAX_ATTEMPTS` returned a state.
+            TimeoutError: Nothing accepts a connection for 10 s.
         """
         path = f"/state?min_generation={min_generation}&timeout_s={timeout_s}"
         status, body = 0, b""

@@ -137,7 +137,7 @@ async def test_an_unreachable_service_fails_every_request() -> None:
     assert (report.failed, report.reasons) == (3, {"cannot connect: ConnectionRefusedError": 3})
 
 
-async def test_requests_are_sent_at_their_times_even_if_the_service_hangs() -> None:
+async def test_all_requests_are_sent_and_none_early_while_the_service_hangs() -> None:
     async with run_service(never_respond) as port:
         load = make_generator(port)
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""`fulcrum regret` with a saved page: what it prints, and which options it refuses."""
+"""`fulcrum regret` with a saved response of `/requests`: what it prints and records, and what it refuses."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,9 @@ def test_what_ran_is_compared_with_policies_splits_and_instances(
     assert lines[-1] == "With as many instances, nothing is clearly better than what ran."
 
 
-def test_what_ran_becomes_a_recording_that_the_live_page_replays(saved: Path, tmp_path: Path) -> None:
+def test_the_recorded_requests_become_a_recording_that_the_live_page_replays(
+    saved: Path, tmp_path: Path
+) -> None:
     recording = tmp_path / "run.gz"
     regret(saved, record=recording)
     replay = Replay(read_states(recording), recording)
@@ -67,9 +69,10 @@ def test_real_engines_need_a_measured_profile(saved: Path) -> None:
         regret(saved)
 
 
-def test_the_number_of_seeds_is_limited(saved: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"--seeds \(0\) must be between 1 and 20"):
-        regret(saved, seeds=0)
+@pytest.mark.parametrize("seeds", [0, 21])
+def test_the_number_of_seeds_is_limited(saved: Path, seeds: int) -> None:
+    with pytest.raises(InvalidInput, match=rf"--seeds \({seeds}\) must be between 1 and 20"):
+        regret(saved, seeds=seeds)
 
 
 def test_requests_that_no_engine_of_the_profile_takes_are_refused(saved: Path) -> None:

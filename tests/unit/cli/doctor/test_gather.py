@@ -1,4 +1,4 @@
-"""Doctor reads its facts with bounded concurrency, on a virtual clock."""
+"""That doctor reads its facts with bounded concurrency, measured in virtual time."""
 
 import asyncio
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Settings with three tiers, and the rules that find callers by them."""
+"""Settings with three tiers, and the rules that identify callers by these settings."""
 
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,14 @@ from fulcrum_router.counters import Counters
 from fulcrum_router.settings import ServiceSettings, resolve_settings
 
 PREMIUM_KEY, BATCH_KEY = b"premium-key", b"batch-key"
-"""Of the tenant acme, whose tier is premium; the second one's is free."""
+"""Two keys of the tenant acme. The first has the tier of its tenant, premium; the second its own, free."""
 
 
 def settings(auth: dict[str, Any] | None = None) -> ServiceSettings:
-    """Tiers premium (tenant acme), standard (tenants globex and acme) and free (key acme/batch)."""
+    """Tiers premium (tenant acme), standard (tenants globex and acme) and free (key acme/batch).
+
+    acme is in two tiers: the first is its default.
+    """
     matches = {
         "premium": {"tenants": ["acme"]},
         "standard": {"tenants": ["globex", "acme"]},

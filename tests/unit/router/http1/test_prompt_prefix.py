@@ -34,7 +34,7 @@ def test_chats_with_one_system_prompt_share_its_blocks() -> None:
     assert BLOCK_ENDS[shared - 1] <= len(orjson.dumps([SYSTEM])) < BLOCK_ENDS[shared + 1]
 
 
-def test_the_next_turn_shares_all_blocks_of_the_last_one() -> None:
+def test_the_next_turn_shares_the_blocks_of_the_turn_before() -> None:
     last = chat("one " * 2000)
     assert count_shared(last, chat("one " * 2000, "two " * 500)) >= len(last.hashes) - 1
 
@@ -53,7 +53,7 @@ def test_requests_that_an_engine_caches_apart_share_nothing(fields: dict[str, An
     assert count_shared(chat("one"), chat("one", **fields)) == 0
 
 
-def test_options_of_the_output_change_nothing() -> None:
+def test_sampling_options_change_nothing() -> None:
     assert chat("one").hashes == chat("one", temperature=0.5, max_tokens=7, stream=True).hashes
 
 
@@ -88,7 +88,7 @@ def test_tokens_follow_from_the_share_of_the_bytes() -> None:
     ],
     ids=["a short prompt", "several prompts", "embeddings", "a prompt that is cut at its beginning"],
 )
-def test_prompts_without_a_beginning_to_compare_are_left_out(fields: dict[str, Any]) -> None:
+def test_prompts_without_a_comparable_beginning_have_no_prefix(fields: dict[str, Any]) -> None:
     assert hash_prompt(chat=False, **fields) is NO_PREFIX
 
 
