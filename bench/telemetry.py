@@ -1,13 +1,15 @@
-"""What metrics and traces cost the router: CPU a request with a scrape a second, with traces, with neither.
+"""CPU a request of a router whose metrics are scraped, of one with traces as well, and of one with neither.
 
-Three routers over the same eight fake engines get blocks of requests in turn, as fast as they serve them. The
-order changes with each round, and the ratio is the median of those of the rounds: what disturbs the machine
-for a second, and what a block leaves in the caches for the next one, falls on each router alike.
+Three routers over the same eight fake engines get blocks of requests in turn, as fast as they serve them.
+The order changes with each round. A cost is the median, over the rounds, of the CPU per request divided by
+that of the router with neither: what disturbs the machine for a second, and what a block leaves in the
+caches for the next one, falls on each router alike.
 
-    python bench/telemetry.py [--rounds N] [--ratio SHARE]
+    python bench/telemetry.py [--rounds N] [--sampled SHARE]
 
 Exit code 1 if the metrics cost more than 2 %, or metrics and sampled traces more than 5 %. Probes of the
-engines and the scrape cost the same each second, so a machine that is busy with other work shows more.
+engines and the scrape cost the same each second; a busy machine serves fewer requests in that second, so its
+ratios are higher.
 """
 
 import argparse
@@ -181,9 +183,9 @@ def main() -> None:
     """Parse the arguments and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12, help="rounds, best a multiple of 6 (%(default)s)")
-    parser.add_argument("--ratio", type=float, default=0.01, help="share of traced requests (%(default)s)")
+    parser.add_argument("--sampled", type=float, default=0.01, help="share of traced requests (%(default)s)")
     options = parser.parse_args()
-    sys.exit(asyncio.run(run(options.rounds, options.ratio)))
+    sys.exit(asyncio.run(run(options.rounds, options.sampled)))
 
 
 if __name__ == "__main__":

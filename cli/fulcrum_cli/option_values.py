@@ -1,6 +1,7 @@
 """Parses and checks the values of single options; a bad value is an `InvalidInput` that names the option.
 
-The commands call these functions; `__main__` declares the options.
+The commands, their option modules and the live page's controls call these functions; `__main__` declares the
+options.
 """
 
 import os

@@ -1,6 +1,7 @@
-"""The system clock as the port `Clock`, for code that tests and simulations run with another clock.
+"""Implements the port `Clock` with the system's clock; tests and simulations pass another implementation.
 
-The router's data path reads `time.monotonic()` itself. Pure code takes the time as an argument.
+The router's data path and some other code read `time.monotonic()` themselves. Pure code takes the time as an
+argument.
 """
 
 import time

@@ -1,7 +1,7 @@
 """Errors that all rooms share.
 
-An error whose text a user sees derives from `FulcrumError`. Errors that a room raises and catches itself,
-such as `LegFailed` of the router, do not.
+An error whose text a user sees derives from `FulcrumError`; if only one room raises it, that room defines it.
+Errors that a room raises and catches itself, such as `LegFailed` of the router, do not derive from it.
 
 FulcrumError
 ├── InvalidInput            a user's value breaks a rule: path, value, rule

@@ -1,6 +1,6 @@
-"""The scenarios of the simulation: load, faults and duration, all drawn from the seed.
+"""The scenarios of the simulation: the seed draws requests and faults; service and duration are fixed.
 
-`control_loop.simulate` runs them; the shipped loads of `play` are others.
+`control_loop.simulate` runs them. They are not the loads that `fulcrum play` ships.
 """
 
 import random

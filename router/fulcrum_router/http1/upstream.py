@@ -1,8 +1,8 @@
 """Connections to engines: one request at a time on each, kept alive in a connection pool per endpoint.
 
 A connection finds the end of the response and passes what it reads to its `ResponseHandler`. `sending` sends
-requests; retries on another instance are the callers'. Time-outs are enforced by one periodic sweep over all
-busy connections instead of one timer per request.
+requests on them; its callers retry on other instances. Time-outs are enforced by a periodic sweep, which
+checks a portion of the busy connections each time, instead of by one timer per request.
 """
 
 import asyncio
@@ -352,8 +352,8 @@ class ConnectionPool:
         self._idle: list[EngineConnection] = []
         self.busy: set[EngineConnection] = set()
         self.last_data_s = 0.0
-        self._portions: Portions[EngineConnection] = Portions()
         """When the endpoint last sent data, in monotonic seconds."""
+        self._portions: Portions[EngineConnection] = Portions()
 
     @property
     def idle_count(self) -> int:

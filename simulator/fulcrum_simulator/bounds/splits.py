@@ -1,8 +1,9 @@
 """The best fixed split of a workload, and a split that moves with known arrivals (the clairvoyant split).
 
 Both are references on the model of `split_queue`: what a policy that knows the future reaches with queues in
-order of arrival. A policy that orders or refuses requests can do better; `prefill_burst` limits it. `fulcrum
-bounds` prints both, and the compared policy `clairvoyant` follows the moving split.
+order of arrival. A policy that orders or refuses requests can do better, up to the
+bound of `prefill_burst`. `fulcrum bounds` prints the highest rate of each, and the
+compared policy `clairvoyant` follows the moving split.
 """
 
 import math
@@ -50,10 +51,10 @@ def plan_moving_split(
 ) -> MovingSplit:
     """Return a good split for each interval, with all arrivals and lengths known (dynamic programme).
 
-    For each number of prefill instances in an interval, every number in the interval before is tried, and
-    the state is kept that has the fewest late requests, counting those that will be late if nothing changes,
-    then the least work left. Keeping one state for each split makes this a lower limit of what knowing the
-    future is worth, not the optimum; it is never below the best fixed split.
+    For each number of prefill instances in an interval, all numbers of the interval before are tried. The
+    state with the fewest late requests is kept, including those that are certain to be late without a change;
+    with equal counts, the one with the least work left. Since one state is kept for each split, the result is
+    not the optimum: knowing the future may be worth more. It is never below the best fixed split.
     """
     return _best_moving(
         make_tasks(requests, fleet), [request.arrival_s for request in requests], fleet, interval_s

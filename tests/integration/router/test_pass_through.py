@@ -126,7 +126,7 @@ async def test_a_client_cannot_set_reserved_fields(client: aiohttp.ClientSession
         pytest.param(respond_with_status(404), 404, 1, id="a refusal is the client's"),
     ],
 )
-async def test_a_request_is_retried_once_unless_it_was_refused(
+async def test_a_request_is_retried_once_unless_the_engine_responds_4xx(
     client: aiohttp.ClientSession, script: Script, status: int, tried: int
 ) -> None:
     async with run_router(*respond(script, "d1", "d2", "d3")) as world:

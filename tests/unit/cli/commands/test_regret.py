@@ -75,7 +75,7 @@ def test_the_number_of_seeds_is_limited(saved: Path, seeds: int) -> None:
         regret(saved, seeds=seeds)
 
 
-def test_requests_that_no_engine_of_the_profile_takes_are_refused(saved: Path) -> None:
+def test_recorded_requests_that_are_all_too_long_are_an_invalid_input(saved: Path) -> None:
     document = json.loads(saved.read_text(encoding="utf-8"))
     for request in document["requests"]:
         request[document["fields"].index("prompt_tokens")] = 10_000_000

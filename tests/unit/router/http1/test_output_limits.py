@@ -1,4 +1,4 @@
-"""How many output tokens a client's request allows, by the fields of each API."""
+"""Output tokens, choices and tokens per event that a request allows, by the fields of each API."""
 
 from typing import Any
 
