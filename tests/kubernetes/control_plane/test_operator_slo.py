@@ -72,10 +72,9 @@ def test_attainment_is_a_column_and_is_not_rewritten_while_unchanged(
         FakeKubelet(api, address).set_ready("chat-0", "chat-1")
         endpoint = {"addresses": ["10.1.2.3"], "conditions": {"ready": True}}
         api.patch("discovery.k8s.io/v1/endpointslices", "chat-router", {"endpoints": [endpoint]})
-        wait_until(
-            lambda: api.condition("SLOMet")["reason"] == "NoTraffic", "a poll of the router", timeout_s=60
-        )
-        assert (printed()[0], router.requests > 0) == (COLUMNS, True)
+        wait_until(lambda: router.requests > 0, "a poll of the router", timeout_s=60)
+        wait_until(lambda: api.condition("SLOMet")["reason"] == "NoTraffic", "its result", timeout_s=60)
+        assert printed()[0] == COLUMNS
         router.set_counts(1000, 987)
         wait_until(lambda: api.condition("SLOMet")["status"] == "False", "the condition", timeout_s=60)
         _, line = printed()
