@@ -1,4 +1,4 @@
-"""CPU a request of a router whose metrics are scraped, of one with traces as well, and of one with neither.
+"""How much CPU a request metrics and traces cost a router, compared with one that has neither.
 
 Three routers over the same eight fake engines get blocks of requests in turn, as fast as they serve them.
 Each round has six blocks of a quarter of a second for each router, in all six orders: what disturbs the
@@ -9,8 +9,8 @@ single rounds.
     python bench/telemetry.py [--rounds N] [--sampled SHARE]
 
 Exit code 1 if the metrics cost more than 2 %, or metrics and sampled traces more than 5 %. Probes of the
-engines and the scrape cost the same each second; a busy machine serves fewer requests in that second, so its
-ratios are higher.
+engines and the scrape cost the same each second; a busy machine serves fewer requests in a second, so the
+ratios rise on it.
 """
 
 import argparse
@@ -128,7 +128,7 @@ async def scrape(client: aiohttp.ClientSession, router: BenchRouter) -> None:
 
 
 async def send_block(client: aiohttp.ClientSession, router: BenchRouter) -> int:
-    """Send streams for some seconds; returns how many ended."""
+    """Send streams for one block; returns how many ended."""
     until_s, body, ended = time.monotonic() + BLOCK_S, {**PROMPT, "stream": True}, 0
 
     async def send() -> None:
@@ -163,7 +163,7 @@ async def measure_rounds(
             engine.requests.clear()
 
 
-async def run(rounds: int, ratio: float) -> int:
+async def run(rounds: int, sampled: float) -> int:
     """Measure and report; returns the exit code."""
     engines = [FakeEngine(f"e{number}") for number in range(ENGINES)]
     received: list[int] = []
@@ -172,7 +172,7 @@ async def run(rounds: int, ratio: float) -> int:
         ports = [server.sockets[0].getsockname()[1] for server in servers]
         traces = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": await stack.enter_async_context(serve_receiver(received)),
-            "OTEL_TRACES_SAMPLER_ARG": str(ratio),
+            "OTEL_TRACES_SAMPLER_ARG": str(sampled),
         }
         routers = [
             stack.enter_context(run_router("neither", ports, scraped=False, environment={})),
@@ -187,10 +187,10 @@ async def run(rounds: int, ratio: float) -> int:
         await asyncio.gather(*scrapers, return_exceptions=True)
         for server in servers:
             server.close()
-    return report(routers, ratio, received)
+    return report(routers, sampled, received)
 
 
-def report(routers: list[BenchRouter], ratio: float, received: list[int]) -> int:
+def report(routers: list[BenchRouter], sampled: float, received: list[int]) -> int:
     """Print the figures; returns the exit code."""
     missed = False
     for router in routers:
@@ -203,7 +203,7 @@ def report(routers: list[BenchRouter], ratio: float, received: list[int]) -> int
             f"{router.name:20} {1e6 * router.cost_s:7.1f} µs a request, {cost:.3f} × "
             f"(middle half {low:.3f} to {high:.3f}), {router.requests} requests  {verdict}"
         )
-    print(f"sampled: {ratio:g}; {len(received)} OTLP requests, {sum(received)} bytes")
+    print(f"sampled: {sampled:g}; {len(received)} OTLP requests, {sum(received)} bytes")
     return int(missed)
 
 

@@ -32,7 +32,7 @@ class Options:
     token_file: Path
     """File with the bearer token for state ports; read again for each request."""
     state_ca: Path | None
-    """Authorities of state ports with TLS, as PEM; None: their certificates are not accepted."""
+    """PEM file of the authorities of state ports' certificates; None: no port with TLS is trusted."""
     host: str
     port: int
     log_level: str

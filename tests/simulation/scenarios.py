@@ -1,6 +1,6 @@
-"""The scenarios of the simulation: the seed draws requests and faults; service and duration are fixed.
+"""Inputs of the control loop on virtual time: loads and faults drawn from a seed, and the service.
 
-`control_loop.simulate` runs them. They are not the loads that `fulcrum play` ships.
+`control_loop.simulate` runs them; only tests of this folder use them.
 """
 
 import random
@@ -20,7 +20,7 @@ from fulcrum_simulator.workload import (
 from tests.simulation.control_loop import Scenario, ScheduledFault
 
 LOAD_START_S = 1.0
-"""Time of the first request, by which the engines serve."""
+"""The load starts now; the engines are up by then."""
 FAULTS_END_S = 18.0
 """Time after which no fault is active."""
 _INSTANT_FAULTS = ("kill", "fail transfers", "expire leases", "person flips")
@@ -64,7 +64,7 @@ def moving_scenario(seed: int, mode: str, dispatch: str = "Queue") -> Scenario:
 
 
 def steady_scenario(seed: int) -> Scenario:
-    """A constant mix that the first split of roles can serve."""
+    """A constant mix that the split of roles with which the operator starts can serve."""
     load = _shift_arrivals(
         generate_steady(rate_rps=9, duration_s=40, seed=seed, mix=_LIGHT_CHAT), LOAD_START_S
     )

@@ -1,6 +1,7 @@
-"""The simulated fleet against the control loop on virtual time: two shells around the same policies.
+"""The fleet simulator and the control loop on virtual time give the same latencies for the same load.
 
-The control loop has an operator, a store and watches; the fleet has an event queue and skips steps.
+Both run the same dispatch; roles stay as they are. The control loop has an operator, a store and watches; the
+fleet simulator has an event queue and skips steps.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,7 @@ SLO = Slo(ttft_s=1.0, tpot_s=0.05)
 NO_HOPS = ControlOptions(hop_s=0.0, model_error=0.0, step_noise=0.05)
 
 
-def mean_or_nan(values: Iterable[float | None]) -> float:
+def mean_of_known(values: Iterable[float | None]) -> float:
     return fmean(value for value in values if value is not None)
 
 
@@ -34,7 +35,7 @@ def run_control_loop(load: Sequence[WorkloadRequest]) -> tuple[float, float, flo
     ttft_s = [first_s - r.arrival_s for r, (first_s, _, _) in zip(records, times, strict=True)]
     tpot_s = [(last_s - first_s) / gaps if gaps else None for first_s, last_s, gaps in times]
     met = sum(SLO.is_met(ttft_s=a, tpot_s=b) for a, b in zip(ttft_s, tpot_s, strict=True))
-    return fmean(ttft_s), mean_or_nan(tpot_s), met / len(load)
+    return fmean(ttft_s), mean_of_known(tpot_s), met / len(load)
 
 
 def run_fleet(load: Sequence[WorkloadRequest]) -> tuple[float, float, float]:
@@ -48,13 +49,15 @@ def run_fleet(load: Sequence[WorkloadRequest]) -> tuple[float, float, float]:
     )
     records = simulate_fleet(load, options).records
     met = sum(record.meets(SLO) for record in records)
-    return mean_or_nan(r.ttft_s for r in records), mean_or_nan(r.tpot_s for r in records), met / len(load)
+    return mean_of_known(r.ttft_s for r in records), mean_of_known(r.tpot_s for r in records), met / len(load)
 
 
 @pytest.mark.parametrize(
-    "load", [tuple(steady_scenario(1).load)[:150], tuple(moving_scenario(2, "Off").load)[:150]]
+    "load", [tuple(steady_scenario(1).load)[:150], tuple(moving_scenario(2, "Off").load)[:300]]
 )
-def test_the_fleet_and_the_control_loop_agree_within_five_per_cent(load: Sequence[WorkloadRequest]) -> None:
+def test_the_fleet_and_the_control_loop_agree_within_five_per_cent_and_points(
+    load: Sequence[WorkloadRequest],
+) -> None:
     *times, attainment = run_fleet(load)
     *expected_times, expected_attainment = run_control_loop(load)
     assert times == pytest.approx(expected_times, rel=0.05)

@@ -1,6 +1,6 @@
-"""One client request as the exchange and its legs share it, and the connection for its response.
+"""One client request as the exchange and its legs share it: its body, journey and client connection.
 
-Kept apart from `downstream`, so that the exchange does not depend on how requests are read.
+The exchange imports nothing from `downstream`, which reads requests from sockets.
 """
 
 import time
@@ -34,7 +34,7 @@ from fulcrum_router.router import Router
 from fulcrum_router.settings import ServiceSettings
 
 LONG_BODY_BYTES = UNCHECKED_BYTES
-"""To parse, to measure and to serialise a larger body takes up to 20 ms each."""
+"""Larger bodies are handled in steps of up to 20 ms, with other work of the event loop between them."""
 
 _CANCELLED = RequestOutcome.CANCELLED  # an attribute of an enum is slow to read
 
@@ -72,7 +72,7 @@ class ClientRequest:
 
     @property
     def is_long(self) -> bool:
-        """Whether each step with its body gets a turn of the event loop."""
+        """Whether the body is so long that each step with it gets a turn of the event loop."""
         return len(self.body) > LONG_BODY_BYTES
 
     def build_leg_head(self, address: bytes, body_bytes: int) -> bytes:
@@ -116,7 +116,7 @@ def find_error_status(failed: LegFailed) -> int:
 
 
 class ServedRequest:
-    """One client request in progress."""
+    """What the exchange and its legs know of a completion in progress."""
 
     __slots__ = (
         "adds_usage",
@@ -182,7 +182,7 @@ class ServedRequest:
         self.counted_tokens: int | None = None
         """Length of the prompt as its engine counted it."""
         self.received_after_s = 0.0
-        """Earliest time at which its response arrived: the lease began no earlier."""
+        """Time before which its response had not arrived: the lease of its KV began later."""
         self.expired_before: float | None = None
         """Expired transfers of the prefill instance when the leg was sent; None: not known."""
 
@@ -233,7 +233,7 @@ class ServedRequest:
         )
 
     async def continue_stream(self) -> int | None:
-        """Called in an inline task: have the next legs generate the rest of a stream that broke.
+        """Called in an inline task: replace the body, so that the next legs generate the rest of a stream.
 
         Returns the output tokens that the client has from the last leg; None: the rest cannot be had.
         """

@@ -14,7 +14,10 @@ from fulcrum_simulator.engine.request_run import RequestRun, RequestRunState
 
 
 class Batch:
-    """Requests in the order in which they were admitted."""
+    """Running requests: `prefilling` in the order of admission, `decoding` in that of the first decode step.
+
+    The engine adds them to these lists.
+    """
 
     __slots__ = ("chunks", "decoding", "prefilling")
 

@@ -1,4 +1,6 @@
-"""Runs one policy under a load with several seeds, or searches its highest rate with an SLO attainment.
+"""Runs one policy under a load with several seeds, or finds with each the highest rate that keeps the SLO.
+
+To keep it means that the required share of the requests meets it.
 
 `fulcrum simulate` and `fulcrum regret` compare the results of several policies (`pick_best`). What is run is
 one `run.simulate` each; the search is `rate_search`'s.
@@ -18,7 +20,7 @@ from fulcrum_simulator.rate_search import RUN_PRECISION, find_highest_factor, li
 
 Report = dict[str, Any]
 NOISE = 0.005
-"""Attainment by which a higher rate may be better although the policy is not."""
+"""Differences of attainment below it say nothing about a policy."""
 OnRun = Callable[[RunOptions, float], Callable[[float], None]]
 """Called before each run with its options and factor; returns what takes its progress, 0 to 1."""
 
@@ -30,10 +32,10 @@ def ignore_progress(_options: RunOptions, _factor: float) -> Callable[[float], N
 
 @dataclass(frozen=True, slots=True)
 class SeedRun:
-    """One policy with one seed: `factor` is the highest with the required attainment, None if none has it.
+    """One policy with one seed, at `factor` times the rate of the load.
 
-    Without a required attainment it is the first one. The result is that of the run at `factor`, at 1 if
-    there is none.
+    A search finds the highest factor with the required attainment; None if none has it, and the result is
+    then that of factor 1. Without a search it is the factor that was asked for.
     """
 
     factor: float | None
@@ -73,7 +75,7 @@ class PolicyRuns:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Order of policies: mean of the rates, where they were searched, then mean attainment."""
+        """Order of policies: mean factor of the rate, then mean attainment."""
         return fmean(run.factor or 0.0 for run in self.runs), fmean(run.attainment for run in self.runs)
 
 

@@ -1,4 +1,4 @@
-"""Watches whose connections fall silent are noticed within half a minute."""
+"""Watches whose connections fall silent are noticed within half a minute, and the connections are closed."""
 
 import asyncio
 import re
@@ -19,9 +19,10 @@ from tools.kubernetes.cluster import Cluster
 
 NOTICED_WITHIN_S = 30.0
 
-Until = Callable[[Callable[[], set[str]]], Awaitable[None]]
-"""Runs while services are followed; it gets a function that returns their names as known."""
-Follow = Callable[[str, str, Until], Awaitable[None]]
+Meanwhile = Callable[[Callable[[], set[str]]], Awaitable[None]]
+"""What the test does meanwhile; its argument returns the names of the services seen so far."""
+Follow = Callable[[str, str, Meanwhile], Awaitable[None]]
+"""Follows the services of a namespace through an API server until the test is done."""
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def address(control_plane: Cluster, relay: SilentRelay, tmp_path: Path) -> str:
     return f"kubeconfig:{config}"
 
 
-async def follow_with_operator(address: str, namespace: str, until: Until) -> None:
+async def follow_with_operator(address: str, namespace: str, meanwhile: Meanwhile) -> None:
     """Follow the services of a namespace as the operator does."""
     cache, stop = ObjectCache(lambda _key: None), asyncio.Event()
     feed = KopfFeed(resolve_client_config(address), cache, namespace=namespace)
@@ -49,19 +50,19 @@ async def follow_with_operator(address: str, namespace: str, until: Until) -> No
         feed.run(stop, on_started=lambda: None, on_object_listed=lambda: None)
     )
     try:
-        await until(lambda: {key.name for key in cache.list_services()})
+        await meanwhile(lambda: {key.name for key in cache.list_services()})
     finally:
         stop.set()
         await running
 
 
-async def follow_with_informer(address: str, namespace: str, until: Until) -> None:
+async def follow_with_informer(address: str, namespace: str, meanwhile: Meanwhile) -> None:
     """Follow the services of a namespace as routers and the autoscaler do."""
     async with open_store(address) as store:
         informer = Informer(store, PDService, namespace=namespace)
         running = asyncio.get_running_loop().create_task(informer.run())
         try:
-            await until(lambda: set(informer.objects))
+            await meanwhile(lambda: set(informer.objects))
         finally:
             running.cancel()
             await asyncio.wait([running])

@@ -124,7 +124,7 @@ TOKEN_REFUSED = "the hub does not accept the token in spec.modelSource.tokenSecr
         pytest.param(500, "", "", "the hub responded with an error", id="a broken hub"),
     ],
 )
-def test_hub_error_names_the_remedy(hub: Hub, status: int, code: str, token: str, why: str) -> None:
+def test_hub_error_names_the_reason(hub: Hub, status: int, code: str, token: str, why: str) -> None:
     hub.responses[CONFIG_PATH] = status, b""
     hub.error_code = code
     with pytest.raises(ConfigUnreadable) as refused:

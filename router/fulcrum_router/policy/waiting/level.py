@@ -1,12 +1,11 @@
-"""The order of waiting requests: by the priority of their tiers, then fair between tenants.
+"""One priority level of the waiting room: which of its tenants is next, and when a lower level may go first.
 
-`line` has the order of the requests of one tenant.
-
-A *level* holds the tiers of one priority. The highest level with a waiting request goes first, with one
-exception: once a lower level has sent a request, it may send the next one when the other levels have sent
-`AGEING_FACTOR` times the prefill work of that request. (A level where nobody waited takes the work of the
-first request that waits.) So its next request waits for at most that much work of the other levels, plus one
-request of each. A waiting level gets at least 1 part in `AGEING_FACTOR` + 1 of the work, however much the
+A *level* holds the tiers of one priority; `leaving_round` chooses the level, and `line` has the order of the
+requests of one tenant. The highest level with a waiting request goes first, with one exception: once a lower
+level has sent a request, it may send the next one when the other levels have sent `AGEING_FACTOR` times the
+prefill work of that request. (A level that was empty counts as if it had just sent the first request that
+waits now.) So its next request waits for at most that much work of the other levels, plus one request of each.
+A waiting level gets at least 1 part in `AGEING_FACTOR` + 1 of the work, however much the
 higher levels send. Its share is the same for long and for short prompts.
 
 The share is one of prefill work. While decode has no room for the next request of a tenant, the tenant is
@@ -15,7 +14,7 @@ request leaves at its turn even if decode has no room; in a level, at most one r
 
 In a level, the tier with the least virtual token counter goes first; the tokens of a tier are divided by its
 weight. In the tier, the tenant with the least counter goes first (`token_counters`). `WaitingRoom` has one
-level for each priority, and asks it through `LeavingRound`.
+level for each priority; it adds and charges requests, and asks for the next one through `LeavingRound`.
 """
 
 import heapq
@@ -287,5 +286,7 @@ class Level:
         lines.counters.forget_idle(lines.tenants)
 
     def record_departure(self, departed_s: float, work_s: float) -> None:
-        """A request of this level left, and `departed_s` of work with it."""
+        """A request of this level left, with prefill work of `work_s`; all that have left so far, of whatever
+        level, had `departed_s`.
+        """
         self.due_at_s = departed_s + AGEING_FACTOR * (work_s if work_s < math.inf else 0.0)

@@ -1,4 +1,4 @@
-"""One rule selects the target of a command; a target that cannot be used is reported in one line."""
+"""The target of a command: cluster options, then a local run, then the kubeconfig; and why one is refused."""
 
 import dataclasses
 import json
@@ -104,7 +104,7 @@ def test_inside_a_pod_the_target_is_its_own_cluster(tmp_path: Path, monkeypatch:
         ),
     ],
 )  # fmt: skip
-def test_a_kubeconfig_without_a_usable_context_is_refused_by_name(
+def test_a_kubeconfig_without_a_usable_context_is_refused_with_its_path(
     tmp_path: Path, text: str, context: str | None, expected: str
 ) -> None:
     path = tmp_path / "config"
@@ -120,6 +120,11 @@ def test_the_first_of_several_kubeconfig_files_wins(tmp_path: Path) -> None:
     two = write_kubeconfig(tmp_path / "two", "b", current="b")
     assert read_context([one, two], None).name == "b"
     assert read_context([one, two], "a").server == "https://a.example"
+    other = json.loads(one.read_text().replace("https://a", "https://other"))
+    two.write_text(json.dumps({**other, "current-context": "b"}))
+    one.write_text(json.dumps({**json.loads(one.read_text()), "current-context": "a"}))
+    assert read_context([one, two], None).server == "https://a.example"
+    assert read_context([two, one], "a").server == "https://other.example"
 
 
 RUNS = LocalTarget((run_info("chat", started_at_s=2.0), run_info("code-gen"), run_info("chat", pid=7)))

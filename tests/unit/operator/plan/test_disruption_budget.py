@@ -1,4 +1,8 @@
-"""How many instances evictions must leave: floors, `disruption`, and nodes that can always be drained."""
+"""The `minAvailable` of a service's budget for evictions.
+
+By default one instance may be evicted at a time, and none below the floors; `disruption.maxUnavailable`
+replaces both. A node can always be drained.
+"""
 
 from typing import Any
 
@@ -17,10 +21,20 @@ from tests.unit.operator.builders import service
         pytest.param(1, (1, 1), {}, 1, id="a single instance is replaced first"),
         pytest.param(0, (1, 1), {}, 0, id="no instance"),
         pytest.param(2, (1, 1), {"sees_nodes": False}, 1, id="an operator that does not see nodes"),
-        pytest.param(1, (1, 1), {"sees_nodes": False}, 0, id="and has a single instance"),
+        pytest.param(
+            1,
+            (1, 1),
+            {"sees_nodes": False},
+            0,
+            id="an operator that does not see nodes, with a single instance",
+        ),
         pytest.param(8, (3, 5), {"can_replace_departing": False}, 7, id="no replacement can start"),
         pytest.param(
-            8, (1, 1), {"can_replace_departing": False, "serving": 6}, 5, id="and one was evicted before"
+            8,
+            (1, 1),
+            {"can_replace_departing": False, "serving": 6},
+            5,
+            id="no replacement can start, one was evicted before",
         ),
         pytest.param(
             1, (1, 1), {"can_replace_departing": False}, 0, id="no replacement for a single instance"
@@ -36,7 +50,7 @@ def test_evictions_leave_the_floors_unless_that_would_block_a_drain(
 
 
 @pytest.mark.parametrize(("max_unavailable", "least"), [(1, 7), (3, 5), (9, 0)])
-def test_disruption_in_the_manifest_replaces_the_floors(max_unavailable: int, least: int) -> None:
+def test_max_unavailable_replaces_the_floors(max_unavailable: int, least: int) -> None:
     chat = service(
         instances=8,
         roles={"prefill": {"min": 4}, "decode": {"min": 4}},
@@ -50,15 +64,15 @@ def test_disruption_in_the_manifest_replaces_the_floors(max_unavailable: int, le
 @pytest.mark.parametrize(
     ("desired", "announced", "can_replace_departing", "least"),
     [
-        pytest.param(2, False, True, 1, id="node autoscalers may choose the node"),
-        pytest.param(2, True, True, 2, id="until a replacement serves both stay"),
-        pytest.param(2, True, False, 1, id="unless none can start"),
-        pytest.param(1, False, True, 0, id="also the node of a single instance"),
-        pytest.param(1, True, True, 1, id="which is replaced first"),
-        pytest.param(8, True, True, 7, id="and the floors of many are met"),
+        pytest.param(2, False, True, 1, id="two instances, nothing announced"),
+        pytest.param(2, True, True, 2, id="two instances, both stay until a replacement serves"),
+        pytest.param(2, True, False, 1, id="two instances, no replacement can start"),
+        pytest.param(1, False, True, 0, id="a single instance, nothing announced"),
+        pytest.param(1, True, True, 1, id="a single instance is replaced first"),
+        pytest.param(8, True, True, 7, id="many instances, one may be evicted"),
     ],
 )
-def test_floors_hold_from_the_announcement_of_a_deletion_on(
+def test_with_max_unavailable_the_floors_hold_again_once_a_deletion_is_announced(
     desired: int, announced: bool, can_replace_departing: bool, least: int
 ) -> None:
     chat = service(instances=desired, disruption={"maxUnavailable": 1})
