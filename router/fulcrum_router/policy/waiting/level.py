@@ -4,9 +4,9 @@ A *level* holds the tiers of one priority; `leaving_round` chooses the level, an
 requests of one tenant. The highest level with a waiting request goes first, with one exception: once a lower
 level has sent a request, it may send the next one when the other levels have sent `AGEING_FACTOR` times the
 prefill work of that request. (A level that was empty counts as if it had just sent the first request that
-waits now.) So its next request waits for at most that much work of the other levels, plus one request of each.
-A waiting level gets at least 1 part in `AGEING_FACTOR` + 1 of the work, however much the
-higher levels send. Its share is the same for long and for short prompts.
+waits now.) So its next request waits for at most that much work of the other levels, plus one request of
+each. A waiting level gets at least 1 part in `AGEING_FACTOR` + 1 of the work, however much the higher levels
+send. Its share is the same for long and for short prompts.
 
 The share is one of prefill work. While decode has no room for the next request of a tenant, the tenant is
 *held*: other tenants pass it, also those of lower levels. After it has been held for `MAX_HOLD_S`, its next
