@@ -23,6 +23,7 @@ MODULE_ORDER = (
     "test_monitoring",
     "test_flips",
     "test_scale",
+    "test_tiers",
     "test_rollout",  # for 30 s new routers report no instance as drained: leases of old routers may be open
     "test_model_reader",
     "test_real_engines",

@@ -16,8 +16,20 @@ from tools.kubernetes.cluster import Cluster
 from tools.kubernetes.machine import Machine
 from tools.kubernetes.waiting import wait_for
 
-REQUESTS_PER_S = 50.0
-"""Requests per second in each scenario."""
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The requests of a load."""
+
+    rate_rps: float = 50.0
+    input_tokens: int = 48
+    output_tokens: int = 6
+    tier: str = ""
+    tenant: str = ""
+
+
+STEADY = Traffic()
+"""The constant load of most scenarios."""
 LOAD_PROGRAM = "tests.kubernetes.nodes.load_program"
 
 
@@ -36,7 +48,7 @@ class LoadWindow:
 
     def __str__(self) -> str:
         counts = " ".join(
-            f"{key}={self.figures[key]}" for key in ("offered", "ok", "failed", "broken", "wrong")
+            f"{key}={self.figures[key]}" for key in ("offered", "ok", "refused", "failed", "broken", "wrong")
         )
         ttft = self.figures["latencies"]["ttft_p99_s"]
         why = f"; {reasons}" if (reasons := self.figures["reasons"]) else ""
@@ -56,15 +68,21 @@ class LoadWindow:
 class Load:
     """The load process on a node; `window` collects the results of one step of a scenario."""
 
-    def __init__(self, node: Machine, *, host: str, model: str, seed: int, report: RecordMeasurement) -> None:
+    def __init__(
+        self, node: Machine, *, host: str, seed: int, report: RecordMeasurement, traffic: Traffic
+    ) -> None:
         self._report = report
         command = [
             sys.executable,
             "-m",
             LOAD_PROGRAM,
             f"--host={host}",
-            f"--model={model}",
-            f"--rate={REQUESTS_PER_S}",
+            f"--model={MODEL}",
+            f"--rate={traffic.rate_rps}",
+            f"--input-tokens={traffic.input_tokens}",
+            f"--output-tokens={traffic.output_tokens}",
+            f"--tier={traffic.tier}",
+            f"--tenant={traffic.tenant}",
         ]
         self._process = subprocess.Popen(
             node.build_command("env", "--chdir", ROOT, *command, f"--seed={seed}"),
@@ -120,11 +138,17 @@ class Load:
 
 @contextlib.contextmanager
 def run_load(
-    cluster: Cluster, service: DeployedService, seed: int, *, node: str, report: RecordMeasurement
+    cluster: Cluster,
+    service: DeployedService,
+    seed: int,
+    *,
+    node: str,
+    report: RecordMeasurement,
+    traffic: Traffic = STEADY,
 ) -> Iterator[Load]:
     """Run a constant load on the service from this node, once the service responds."""
     address = service.address()
-    running = Load(cluster.nodes[node], host=address, model=MODEL, seed=seed, report=report)
+    running = Load(cluster.nodes[node], host=address, seed=seed, report=report, traffic=traffic)
     try:
         with running.window("warming up"):
             wait_for(lambda: service.receives_first_token(node), "a first token", timeout_s=30)

@@ -36,6 +36,8 @@ def main() -> None:
     options.add_argument("--rate", type=float, required=True, help="requests a second")
     options.add_argument("--input-tokens", type=int, default=48)
     options.add_argument("--output-tokens", type=int, default=6)
+    options.add_argument("--tier", default="")
+    options.add_argument("--tenant", default="")
     options.add_argument("--seed", type=int, required=True)
     asyncio.run(_run(options.parse_args()))
 
@@ -76,7 +78,13 @@ async def _read_window_name(commands: asyncio.StreamReader) -> str:
 def _generate_requests(options: argparse.Namespace) -> Iterator[WorkloadRequest]:
     gap_s = 1.0 / options.rate
     for index in itertools.count():
-        yield WorkloadRequest(index * gap_s, options.input_tokens, options.output_tokens)
+        yield WorkloadRequest(
+            index * gap_s,
+            options.input_tokens,
+            options.output_tokens,
+            tier=options.tier,
+            tenant=options.tenant or None,
+        )
 
 
 async def _report_window(name: str, generator: LoadGenerator, start_s: float, rate: float) -> None:
