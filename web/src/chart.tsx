@@ -1,5 +1,5 @@
-// A small chart: one line over at most two minutes, with a dashed line at the objective. Its figures are next to it as
-// text. A page that was opened just now shows half a minute, so that its line is not a dot at the right end.
+// A small chart: one line over at most two minutes, with a dashed line at the objective. The figures are shown as text next
+// to the chart. A page that was opened just now has a time axis of half a minute: else the line would be a dot at its end.
 
 const WIDTH = 120;
 const HEIGHT = 34;
@@ -8,7 +8,7 @@ const SAMPLES_MIN = 60;
 interface Props {
   values: (number | null)[];
   objective?: number;
-  /** Upper end of the scale; else the largest value or the objective. */
+  /** Upper end of the scale; by default it follows from the largest value and the objective. */
   max?: number;
   area?: boolean;
 }

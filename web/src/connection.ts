@@ -1,5 +1,5 @@
-// The connection to the server: a stream of states, and actions. The token comes with the address, in the fragment,
-// which browsers send nowhere; it is kept for reloads of this tab.
+// The connection to the server: a stream of states, and actions. The token comes in the fragment of the address, which
+// browsers do not send to a server; it is kept for reloads of this tab.
 
 import type { State } from "./model";
 
@@ -48,7 +48,7 @@ async function* readEvents(body: ReadableStream<Uint8Array>): AsyncGenerator<str
   }
 }
 
-/** Calls back for every state, and connects again after a failure; a refusal is final. */
+/** Calls `onState` for every state, and connects again after a failure; after a refusal it gives up. */
 export async function follow(
   onState: (state: State) => void,
   onConnection: (connection: Connection, why: string) => void,
@@ -75,7 +75,7 @@ export async function follow(
   }
 }
 
-/** Runs an action; returns what happened. */
+/** Sends an action of a button; returns whether it succeeded, and a message for the user. */
 export async function act(action: Record<string, string | number>): Promise<{ ok: boolean; message: string }> {
   try {
     const response = await call("/api/actions", { method: "POST", body: JSON.stringify(action) });

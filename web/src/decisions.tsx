@@ -1,4 +1,4 @@
-// The decision log, newest first, in words.
+// The last decisions, newest first, each with its reason.
 
 import { formatClock } from "./format";
 import type { Decision } from "./model";

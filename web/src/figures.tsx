@@ -106,7 +106,7 @@ export function Figures({ state, history }: { state: State; history: Sample[] })
         <Chart values={history.map((sample) => sample.prefillShare)} max={1} area />
         <p class="small">
           {state.flips} {state.flips === 1 ? "flip" : "flips"} ·{" "}
-          {lagging ? `serving ${state.actual.join(":")}` : state.actual[0] + state.actual[1] ? "as assigned" : NONE}
+          {lagging ? `router uses ${state.actual.join(":")}` : state.actual[0] + state.actual[1] ? "as assigned" : NONE}
         </p>
       </Card>
     </div>

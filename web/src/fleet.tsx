@@ -8,17 +8,18 @@ import { layOut, type Box, type Layout } from "./layout";
 import type { State, Tile } from "./model";
 
 const FLIPPED_S = 4;
-/** Above so many tiles they do not glide to a new place, and fill in steps: animating them costs frames. */
+/** With more tiles than this they jump to a new place instead of gliding there: animating them costs frames. */
 const GLIDING_TILES_MAX = 200;
+/** With more tiles than this their fill changes in steps. */
 const SMOOTH_TILES_MAX = 16;
 
 export function describeTile(tile: Tile): string {
   const role = tile.flipping ? `${tile.role}, flipping to ${tile.assigned}` : (tile.role ?? "no role");
   const state = tile.problem || (tile.phase === "Serving" ? "serving" : tile.phase.toLowerCase());
   const work = [
-    tile.prefills ? plural(tile.prefills, "prompt") : "",
+    tile.prefills ? `${plural(tile.prefills, "prompt")} in prefill` : "",
     tile.decodes ? `${plural(tile.decodes, "answer")} in decode` : "",
-    `${formatSeconds(tile.queued_s)} of prefill queued`,
+    `${formatSeconds(tile.queued_s)} of prefill work queued`,
     `KV cache ${formatPercent(tile.kv)}`,
   ];
   return [
@@ -76,9 +77,9 @@ interface TileProps {
 
 function statusOf(tile: Tile): string {
   if (tile.problem) return tile.problem;
-  if (tile.cordoned) return "drained: gets no new requests";
+  if (tile.cordoned) return "cordoned: no new requests";
   if (tile.phase !== "Serving") return tile.phase.toLowerCase();
-  if (tile.flipping) return `→ ${tile.assigned}`;
+  if (tile.flipping) return `flipping to ${tile.assigned}`;
   return tile.role === "Prefill"
     ? plural(tile.prefills, "prompt")
     : plural(tile.decodes, "answer");
@@ -89,7 +90,7 @@ class TileView extends Component<TileProps> {
 
   override shouldComponentUpdate(next: TileProps): boolean {
     const { x, y, width, height } = next.box;
-    // Age only counts while it marks a flip; small tiles show little more than their fill.
+    // The age of a role changes a tile only shortly after a flip; small tiles show little more than their fill.
     const signature = [
       x, y, width, height, classOf(next.tile, next.detail, next.selected), next.focusable,
       fillOf(next.tile, next.ttft_s).toFixed(2), next.detail === "full" ? describeTile(next.tile) : "",
@@ -229,7 +230,7 @@ export function Fleet({ state, selected, onSelect }: FleetProps) {
                 pool {label.text}
               </span>
             ))}
-            <div role="group" aria-label={`Instances; arrow keys move between them`} onKeyDown={onKeyDown}>
+            <div role="group" aria-label="Instances; the arrow keys move between them" onKeyDown={onKeyDown}>
               {state.tiles.map((tile) => (
                 <TileView
                   key={tile.name}
@@ -279,7 +280,7 @@ function Legend({ perDot, detail }: { perDot: number; detail: Layout["detail"] }
       <span><i class="dot kv" /> KV transfer</span>
       <span><i class="dot answer" /> answer</span>
       <span>{perDot === 1 ? "one dot is one request" : `one dot is ${perDot} requests`}</span>
-      {detail !== "full" && <span>fill: prefill queue against the TTFT objective, or KV cache use</span>}
+      {detail !== "full" && <span>fill: prefill queue as a share of the TTFT objective, or KV cache in use</span>}
       <span><i class="ring" /> flipped just now</span>
     </p>
   );

@@ -11,7 +11,7 @@ const LINES_MAX = { few: 120, many: 50 };
 const FRAME_S_MAX = 0.1;
 
 interface Dot {
-  /** Instance names; no prefill instance: the decode instance computes the prompt itself. */
+  /** Name of the prefill instance; null: the decode instance computes the prompt itself. */
   prefill: string | null;
   decode: string;
   age_s: number;
@@ -173,7 +173,7 @@ export class FlowCanvas {
   }
 }
 
-/** Where a dot is, and on which leg; leg -1 inside an instance; null at the end, or if an instance is gone. */
+/** Place and leg of a dot; leg -1: it is inside an instance. Null: it has reached the clients, or an instance is gone. */
 function locate(dot: Dot, layout: Layout): { point: Point; leg: number } | null {
   const decode = layout.boxes.get(dot.decode);
   const prefill = dot.prefill === null ? null : layout.boxes.get(dot.prefill);

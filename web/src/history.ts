@@ -17,7 +17,7 @@ export function addSample(history: Sample[], state: State): Sample[] {
   const [prefill, decode] = state.desired;
   const last = history.at(-1);
   if (last && state.at_s < last.at_s) return addSample([], state); // a replay was moved back
-  if (last && state.replay && state.at_s === last.at_s) return history; // it stands still
+  if (last && state.replay && state.at_s === last.at_s) return history; // the replay is paused
   const sample: Sample = {
     at_s: state.at_s,
     ttft_s: state.ttft.p99_s,

@@ -1,5 +1,5 @@
-// Where each tile stands: prefill instances left of decode instances, as requests flow, and grouped by pool.
-// All tiles have one size: the largest with which both sides fit. Pure.
+// The place of each tile: prefill instances left of decode instances, as requests flow, and grouped by pool. All tiles have
+// one size: the largest with which both sides fit. Pure.
 
 import type { Tile } from "./model";
 
@@ -23,7 +23,7 @@ export interface Layout {
   router: Box;
   prefill: Box;
   decode: Box;
-  /** Where answers leave to the clients. */
+  /** Point from which answers go to the clients. */
   exit: { x: number; y: number };
   detail: "full" | "short" | "tiny";
 }

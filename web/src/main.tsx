@@ -30,13 +30,13 @@ function Page() {
   return (
     <>
       <Header state={state} connection={connection} />
-      {connection === "refused" && <Alert text={`Refused: ${why}.`} />}
-      {connection === "lost" && <Alert text="Connection lost; the figures below are old. Trying again." />}
+      {connection === "refused" && <Alert text={`The server refused this page: ${why}.`} />}
+      {connection === "lost" && <Alert text="Connection lost; the figures below are old. Connecting again …" />}
       {state && state.unavailable.length > 0 && (
-        <Alert text={`Not responding: ${state.unavailable.join(", ")}. Its figures are old.`} />
+        <Alert text={`Not responding: ${state.unavailable.join(", ")}. The figures from there are old.`} />
       )}
       {state?.controls?.too_slow && (
-        <Alert text="Machine too slow: engine steps are late, so latencies are those of this machine, not of the engine model." />
+        <Alert text="Machine too slow: engine steps are late, so latencies are higher than the engine model says." />
       )}
       {state ? (
         <main>

@@ -16,7 +16,7 @@ export interface Tile {
   pinned: boolean;
   cordoned: boolean;
   phase: string;
-  /** Why the instance gets no work though it should; empty if it does. */
+  /** Why the instance gets no requests although its role and phase allow them; empty: no problem. */
   problem: string;
   serving: boolean;
   /** Predicted time until the prefill work on the instance is done. */
@@ -77,7 +77,7 @@ export interface State {
   ttft: Latency;
   tpot: Latency;
   attained: number | null;
-  /** Rates of requests; `refused`: not admitted, or over a rate limit. */
+  /** `offered` and `refused` are requests a second; refused: not admitted, or over a rate limit. */
   tiers: { name: string; attained: number | null; offered: number; refused: number }[];
   desired: [prefill: number, decode: number];
   actual: [prefill: number, decode: number];

@@ -1,4 +1,5 @@
-// Below the fleet: the selected instance with its buttons, and the load. Buttons exist in `fulcrum play` only.
+// Below the fleet: the selected instance with its buttons, the load, and the replay. Buttons that change the service or the
+// load exist only in `fulcrum play`.
 
 import { useState } from "preact/hooks";
 import { act } from "./connection";
@@ -31,7 +32,7 @@ export function Panel({ state, selected }: { state: State; selected: string | nu
           <Details tile={tile} />
         ) : (
           <p class="hint">
-            Select an instance{state.controls ? " to flip, drain or kill it" : " to see its figures"}.
+            Select an instance to {state.controls ? "flip, drain or kill it" : "see its figures"}.
           </p>
         )}
         {tile && state.controls && <InstanceButtons tile={tile} busy={busy} run={run} />}
@@ -108,7 +109,7 @@ function Details({ tile }: { tile: Tile }) {
       <span>{describeAge(tile)}</span>
       <span>{tile.problem || tile.phase}</span>
       <span>pool {tile.pool}</span>
-      <span>{plural(tile.tokens, "KV token")}</span>
+      <span>{plural(tile.tokens, "token")} in decode</span>
     </p>
   );
 }
@@ -117,7 +118,7 @@ function InstanceButtons({ tile, busy, run }: { tile: Tile; busy: boolean; run: 
   const to = tile.assigned === "Prefill" ? "Decode" : "Prefill";
   const instance = tile.name;
   return (
-    <div class="actions" role="group" aria-label={`Change ${instance}`}>
+    <div class="actions" role="group" aria-label={`Actions on ${instance}`}>
       <button type="button" disabled={busy} onClick={() => run({ action: "flip", instance, to })}>
         Flip to {to}
       </button>
@@ -126,7 +127,7 @@ function InstanceButtons({ tile, busy, run }: { tile: Tile; busy: boolean; run: 
         disabled={busy}
         onClick={() => run({ action: tile.cordoned ? "undrain" : "drain", instance })}
       >
-        {tile.cordoned ? "Take work again" : "Drain"}
+        {tile.cordoned ? "Undo drain" : "Drain"}
       </button>
       <button type="button" class="danger" disabled={busy} onClick={() => run({ action: "kill", instance })}>
         Kill engine

@@ -1,4 +1,4 @@
-// Dark or light: as the system says, or as chosen here.
+// Dark or light: the system's setting, or the user's choice on this page.
 
 import { useState } from "preact/hooks";
 
