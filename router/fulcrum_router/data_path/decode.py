@@ -68,7 +68,7 @@ class DecodeLeg:
         source = journey.source
         if source is None or not journey.has_kv:
             return None
-        return KvTransfer.create(
+        return KvTransfer(
             request.router.pairs,
             source,
             self._instance,

@@ -9,7 +9,7 @@ repeated name what the router did not see.
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -80,22 +80,54 @@ MAX_ADDED_TOKENS = 131_072
 """Tokens of a prompt beyond one for each byte of its body, as for images by URL. More is not believed."""
 
 
-@dataclass(slots=True)  # quicker to make than a frozen one, and to read than a tuple
 class RequestBody:
     """Body of a client request, parsed."""
 
-    raw: bytes
-    """JSON object without any reserved field of the client's."""
-    fields: dict[str, Any]
-    prompt_bytes: int
-    prompt_id_count: int
-    local_prefill_reason: LocalPrefillReason | None
-    """Why one KV transfer cannot serve the request; None if it can."""
-    prompts: int = 1
-    choices: int = 1
-    """Texts that the engine generates: `n` for each prompt."""
-    max_prompt_tokens: int = MAX_PROMPT_TOKENS
-    """An engine's count of the prompt above it is not believed."""
+    __slots__ = (
+        "choices",
+        "fields",
+        "local_prefill_reason",
+        "max_prompt_tokens",
+        "prompt_bytes",
+        "prompt_id_count",
+        "prompts",
+        "raw",
+    )
+
+    def __init__(
+        self,
+        raw: bytes,
+        fields: dict[str, Any],
+        prompt_bytes: int,
+        prompt_id_count: int,
+        local_prefill_reason: LocalPrefillReason | None,
+        prompts: int = 1,
+        choices: int = 1,
+        max_prompt_tokens: int = MAX_PROMPT_TOKENS,
+    ) -> None:
+        self.raw = raw
+        """JSON object without any reserved field of the client's."""
+        self.fields, self.prompts = fields, prompts
+        self.prompt_bytes, self.prompt_id_count = prompt_bytes, prompt_id_count
+        self.local_prefill_reason = local_prefill_reason
+        """Why one KV transfer cannot serve the request; None if it can."""
+        self.choices = choices
+        """Texts that the engine generates: `n` for each prompt."""
+        self.max_prompt_tokens = max_prompt_tokens
+        """An engine's count of the prompt above it is not believed."""
+
+    def with_fields(self, fields: dict[str, Any]) -> "RequestBody":
+        """The same request with other fields."""
+        return RequestBody(
+            orjson.dumps(fields),
+            fields,
+            self.prompt_bytes,
+            self.prompt_id_count,
+            self.local_prefill_reason,
+            self.prompts,
+            self.choices,
+            self.max_prompt_tokens,
+        )
 
     def find_counts(self, usage: Usage | None) -> tuple[int | None, int | None]:
         """Return the prompt and output tokens of an engine's usage; None for a count that is not believed."""
@@ -395,7 +427,7 @@ def build_decode_body(
     """
     if cache_salt:
         fields = {**request.fields, "cache_salt": _combine_salts(request, cache_salt)}
-        request = replace(request, raw=orjson.dumps(fields), fields=fields)
+        request = request.with_fields(fields)
     raw = _request_usage(request) if include_usage else request.raw
     if kv_transfer_params is None:
         return raw
@@ -417,7 +449,7 @@ def limit_output(request: RequestBody, limit: int, *, chat: bool) -> RequestBody
     least = fields.get("min_tokens")
     if type(least) is int and least > limit:
         fields["min_tokens"] = limit
-    return replace(request, raw=orjson.dumps(fields), fields=fields)
+    return request.with_fields(fields)
 
 
 def is_stream_without_usage(request: RequestBody) -> bool:

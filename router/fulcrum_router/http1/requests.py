@@ -6,7 +6,6 @@ ways: a repeated or missing Host, a transfer coding other than `chunked`, chunks
 """
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import httptools
@@ -69,20 +68,29 @@ class BodyMemory(Protocol):
         ...
 
 
-@dataclass(slots=True)  # quicker to make than a frozen one, and to read than a tuple
 class Request:
     """A whole request."""
 
-    method: bytes
-    path: bytes
-    """Path of the request target, without the query."""
-    headers: dict[bytes, bytes]
-    """Header lines, names in lower case; of repeated ones the last."""
-    body: bytes
-    http_version: bytes
-    """`1.0` or `1.1`."""
-    keep_alive: bool
-    """Whether the client may send another request on the connection."""
+    __slots__ = ("body", "headers", "http_version", "keep_alive", "method", "path")
+
+    def __init__(
+        self,
+        method: bytes,
+        path: bytes,
+        headers: dict[bytes, bytes],
+        body: bytes,
+        http_version: bytes,
+        keep_alive: bool,
+    ) -> None:
+        self.method, self.body = method, body
+        self.path = path
+        """Path of the request target, without the query."""
+        self.headers = headers
+        """Header lines, names in lower case; of repeated ones the last."""
+        self.http_version = http_version
+        """`1.0` or `1.1`."""
+        self.keep_alive = keep_alive
+        """Whether the client may send another request on the connection."""
 
 
 class RequestReader:

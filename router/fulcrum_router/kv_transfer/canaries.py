@@ -169,7 +169,7 @@ class CanaryScheduler:
             record_miss(router.pairs, prefill, decode, conditions.INCOMPATIBLE)
             log.warning("canary got no KV transfer parameters", prefill=key.prefill, reason=response.problem)
             return
-        transfer = KvTransfer.create(
+        transfer = KvTransfer(
             router.pairs,
             prefill,
             decode,

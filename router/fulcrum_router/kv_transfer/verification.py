@@ -8,8 +8,6 @@ instance.
 """
 
 import time
-from dataclasses import dataclass
-from typing import Self
 
 import structlog
 
@@ -18,39 +16,30 @@ from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1.engine_events import Usage
 from fulcrum_router.policy import PairKey, TransferOutcome, TransferPairs, classify_transfer
 from fulcrum_router.policy.kv_pairs.kv_lease import max_on_time_age_s
-from fulcrum_router.policy.kv_pairs.pair_record import DEFAULT_BLOCK_TOKENS, HANDSHAKE_TIMEOUT_S, TransferPair
+from fulcrum_router.policy.kv_pairs.pair_record import DEFAULT_BLOCK_TOKENS, HANDSHAKE_TIMEOUT_S
 
 log = structlog.get_logger()
 
 
-@dataclass(slots=True, eq=False)
 class KvTransfer:
     """One KV transfer: the prompt that a decode leg fetches from a prefill instance."""
 
-    source: Instance
-    """The prefill instance."""
-    decode: Instance
-    pair: TransferPair
-    tokens: int
-    """Length of the prompt."""
-    needs_handshake: bool
-    """Whether the two engines have no connection yet, so that the transfer includes their handshake."""
-    decode_was_idle: bool
-    """Whether the decode instance had no other legs: only then is the duration measured."""
-    deadline_s: float
-    """Latest response time that shows that the KV was fetched within the lease."""
-    expired_before: float | None
-    """`source.expired_transfers` when the prefill leg was sent; None: not known."""
-    counted_tokens: int | None = None
-    """Length of the prompt as the prefill engine counted it; None: not reported."""
-    usage: Usage | None = None
-    """The decode engine's usage; None: not reported."""
-    sent_s: float = 0.0
-    """When the decode leg was sent on the last connection that was tried."""
+    __slots__ = (
+        "counted_tokens",
+        "deadline_s",
+        "decode",
+        "decode_was_idle",
+        "expired_before",
+        "needs_handshake",
+        "pair",
+        "sent_s",
+        "source",
+        "tokens",
+        "usage",
+    )
 
-    @classmethod
-    def create(
-        cls,
+    def __init__(
+        self,
         pairs: TransferPairs,
         source: Instance,
         decode: Instance,
@@ -60,22 +49,30 @@ class KvTransfer:
         received_after_s: float,
         decode_was_idle: bool,
         expired_before: float | None = None,
-    ) -> Self:
-        """Create the transfer of a prompt to `decode`; the lease began no earlier than `received_after_s`."""
-        pair = pairs[PairKey(source.name, decode.name)]
-        needs_handshake = pair.warm_until_s <= time.monotonic()
-        deadline_s = received_after_s + max_on_time_age_s(source.kv_lease_s)
-        return cls(  # by position: with names it takes three times as long
-            source,
-            decode,
-            pair,
-            tokens,
-            needs_handshake,
-            decode_was_idle,
-            deadline_s,
-            expired_before,
-            counted_tokens,
-        )
+    ) -> None:
+        self.source = source
+        """The prefill instance."""
+        self.decode = decode
+        self.pair = pairs[PairKey(source.name, decode.name)]
+        self.tokens = tokens
+        """Length of the prompt."""
+        self.needs_handshake = self.pair.warm_until_s <= time.monotonic()
+        """Whether the two engines have no connection yet, so that the transfer includes their handshake."""
+        self.decode_was_idle = decode_was_idle
+        """Whether the decode instance had no other legs: only then is the duration measured."""
+        self.deadline_s = received_after_s + max_on_time_age_s(source.kv_lease_s)
+        """Latest response time that shows that the KV was fetched within the lease.
+
+        The lease began at `received_after_s` or later.
+        """
+        self.expired_before = expired_before
+        """`source.expired_transfers` when the prefill leg was sent; None: not known."""
+        self.counted_tokens = counted_tokens
+        """Length of the prompt as the prefill engine counted it; None: not reported."""
+        self.usage: Usage | None = None
+        """The decode engine's usage; None: not reported."""
+        self.sent_s = 0.0
+        """When the decode leg was sent on the last connection that was tried."""
 
     @property
     def lease_s(self) -> float:

@@ -15,8 +15,12 @@ from fulcrum_router.policy.predictions.learning import LearningInstance
 from fulcrum_simulator.fleet.instance import SimulatedInstance
 
 
-class RoutedInstance(LearningInstance):
-    """Implements `policy.journey.JourneyInstance`."""
+class RoutedInstance:
+    """Implements `policy.journey.JourneyInstance`.
+
+    It has a `LearningInstance` and is none: in the image that class is compiled, so no class of Python may
+    inherit from it.
+    """
 
     __slots__ = (
         "_batch_tokens",
@@ -31,6 +35,8 @@ class RoutedInstance(LearningInstance):
         "kv_capacity_tokens",
         "kv_lease_s",
         "kv_usage",
+        "learning",
+        "ledger",
         "name",
         "on_cpu",
         "role",
@@ -46,7 +52,8 @@ class RoutedInstance(LearningInstance):
         *,
         on_cpu: bool = False,
     ) -> None:
-        super().__init__(prefill, decode)
+        self.learning = LearningInstance(prefill, decode)
+        self.ledger = self.learning.ledger
         self.on_cpu = on_cpu
         self.instance, self.name, self.role = instance, instance.name, role
         self.kv_capacity_tokens = instance.kv_capacity_tokens
@@ -63,6 +70,16 @@ class RoutedInstance(LearningInstance):
         """Requests that waited in the engine at the last probe, at `engine_read_at_s`."""
         self.engine_read_at_s = 0.0
 
+    @property
+    def prefill_model(self) -> PrefillModel:
+        """Predicted time of a prompt, as learned."""
+        return self.learning.prefill_model
+
+    @property
+    def decode_model(self) -> DecodeModel:
+        """Predicted time of a decode step, as learned."""
+        return self.learning.decode_model
+
     def probe(self, now_s: float) -> None:
         """Read the engine's counts and its inter-token latency of the last interval, and learn from it."""
         self.engine_read_at_s = now_s
@@ -75,13 +92,13 @@ class RoutedInstance(LearningInstance):
         self.engine_requests = gauges.running + gauges.waiting
         samples = self.instance.take_samples().itl_s
         itl_s = sum(samples) / len(samples) if samples else None
-        self.itl_s = self.discount_deflected(itl_s, since_s=now_s - PROBE_INTERVAL_S)
+        self.itl_s = self.learning.discount_deflected(itl_s, since_s=now_s - PROBE_INTERVAL_S)
         before = self._batch_tokens
-        self._batch_tokens = now = self.measure_batch(
+        self._batch_tokens = now = self.learning.measure_batch(
             kv_usage=self.kv_usage, kv_capacity_tokens=self.kv_capacity_tokens
         )
         if itl_s and before and now:
-            self.learn_decode(tokens=(before + now) // 2, itl_s=itl_s)
+            self.learning.learn_decode(tokens=(before + now) // 2, itl_s=itl_s)
 
     def report(self, now_s: float, *, waiting_s: float, decode_is_full: bool) -> InstanceState:
         """Return what the router reports of this instance at its state port.

@@ -328,7 +328,7 @@ class SimulatedRouter:
         """See `RoutingPort`."""
         if failure is not None:
             if leg.is_prefill:
-                instance.discard_prefill_samples()
+                instance.learning.discard_prefill_samples()
         elif isinstance(leg.request.kv_transfer, KvImportRequest):
             source = leg.request.kv_transfer.engine_id.partition("/")[0]
             self._record_transfer(source, instance.name)
@@ -340,7 +340,7 @@ class SimulatedRouter:
         record = self.find_record(leg)
         if record is not None:
             record.cached_tokens = cached_tokens
-        instance.record_prefill(
+        instance.learning.record_prefill(
             tokens=leg.request.prompt_tokens, cached_tokens=cached_tokens, computed_for_s=computed_for_s
         )
 

@@ -121,7 +121,7 @@ def decode(pieces: list[bytes]) -> tuple[DecodeResponse, bytes]:
     """Receive a response as that of a decode leg."""
     connection, downstream = open_connection(), FakeDownstream()
     prefill, instance = Instance("p-0"), Instance("d-0")
-    transfer = KvTransfer.create(
+    transfer = KvTransfer(
         TransferPairs(), prefill, instance, tokens=9, received_after_s=math.inf, decode_was_idle=True
     )
     response = DecodeResponse(

@@ -9,11 +9,12 @@ import io
 import json
 import logging
 from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import pytest
 
 from fulcrum_cluster.logs import configure_logging, log_loop_errors
-from fulcrum_router.policy.tiers.tier_reserve import TierReserve
+from fulcrum_router.fleet.instances import Fleet
 from tests.integration.router.fake_engines import (
     STREAM_HEAD,
     FakeEngine,
@@ -142,25 +143,32 @@ async def test_no_text_is_logged_if_a_client_leaves(log_lines: io.StringIO) -> N
     assert CANARY not in log_lines.getvalue()
 
 
-class FailingReserve(TierReserve):
-    """A part of the router whose use fails with the client's text."""
+class FailingFleet:
+    """A fleet whose use fails with the client's text."""
 
-    def record_arrival(self, tier: str, now_s: float) -> None:
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fleet, name)
+
+    @property
+    def candidates(self) -> NoReturn:
         prompt = CANARY
-        raise ValueError(f"cannot use {prompt} {tier} {now_s}")
+        raise ValueError(f"cannot use {prompt}")
 
 
 async def test_an_internal_error_is_logged_by_its_type_and_place_alone(log_lines: io.StringIO) -> None:
     log_loop_errors(asyncio.get_running_loop())
     settings = settings_with_short_timeouts()
     async with run_router(FakeEngine("p1"), FakeEngine("d1"), settings=settings) as world:
-        world.router.journeys.tier_reserve = FailingReserve()
+        world.router.journeys.fleet = FailingFleet(world.router.fleet)
         response = await send_raw(world.port, build_request(stream=True))
     assert b"HTTP/1.1 500" in response
     lines = [json.loads(line) for line in log_lines.getvalue().splitlines()]
     [line] = [line for line in lines if line["level"] == "error"]
     assert line["exception"]["type"] == "ValueError"
-    assert line["exception"]["places"][-1].endswith(" record_arrival")
+    assert line["exception"]["places"][-1].endswith(" candidates")
     assert CANARY not in log_lines.getvalue()
 
 

@@ -214,15 +214,20 @@ class TransferPair:
             self._slow_transfers = 0
 
 
-class SourcePairs(NamedTuple):
+class SourcePairs:
     """The pairs of one prefill instance, and two durations of the whole service to compare them with."""
 
-    by_decode: Mapping[str, TransferPair]
-    """Pairs of the source by decode instance. A pair without a record has never transferred: it is cold."""
-    cold_s: float
-    """Expected duration of a handshake in seconds."""
-    usual_lag_s_per_1k_tokens: float
-    """Pairs up to this lag count as equally fast."""
+    __slots__ = ("by_decode", "cold_s", "usual_lag_s_per_1k_tokens")
+
+    def __init__(
+        self, by_decode: Mapping[str, TransferPair], cold_s: float, usual_lag_s_per_1k_tokens: float
+    ) -> None:
+        self.by_decode = by_decode
+        """Pairs of the source by decode instance. One without a record has never transferred: it is cold."""
+        self.cold_s = cold_s
+        """Expected duration of a handshake in seconds."""
+        self.usual_lag_s_per_1k_tokens = usual_lag_s_per_1k_tokens
+        """Pairs up to this lag count as equally fast."""
 
     def compute_delay_s(self, pair: TransferPair | None, tokens: int, now_s: float) -> float:
         """Compute the extra time of a transfer of `tokens` over that of a warm and fast pair, in seconds."""

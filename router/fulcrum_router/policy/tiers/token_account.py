@@ -67,7 +67,7 @@ class TokenAccount:
 
     def count_prompt(self, tokens: int) -> None:
         """An engine has counted the prompt of the request, without output that was appended to continue."""
-        self._prompt = tokens if tokens > 0 else 0
+        self._prompt = float(tokens) if tokens > 0 else 0.0
 
     def follow(self, entry: DecodeEntry) -> None:
         """A decode leg is sent, whose output `entry` counts as it appears. It replaces the leg before."""

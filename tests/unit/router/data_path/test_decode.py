@@ -49,7 +49,7 @@ def start_response(
     If `late`, its KV may have been fetched after the lease expired.
     """
     prefill, decode = Instance("p-0"), Instance("d-0")
-    transfer = KvTransfer.create(
+    transfer = KvTransfer(
         TransferPairs(),
         prefill,
         decode,

@@ -17,7 +17,7 @@ RECOMPUTED = Usage(TOKENS, 0)
 
 
 def create_transfer() -> KvTransfer:
-    return KvTransfer.create(
+    return KvTransfer(
         TransferPairs(),
         Instance("p-0"),
         Instance("d-0"),
