@@ -46,9 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     cache = find_cache()
     build_programs(harness, cache)
-    ours, other = describe_fulcrum(Path(sys.executable), port=7901), {}
-    if options.compiled:
-        ours["env"] = {"PYTHONPATH": str(compile_packages())}
+    ours = describe_fulcrum(Path(sys.executable), port=7901, compiled=options.compiled)
+    other = {}
     if options.against is None:
         _install_vllm_router(cache)
         other["vllm-router"] = _describe_vllm_router(cache)
@@ -130,15 +129,19 @@ def _run(
     return results
 
 
-def describe_fulcrum(python: Path, *, port: int) -> dict[str, Any]:
-    """Describe to the harness the router of the checkout to which this interpreter's environment belongs."""
+def describe_fulcrum(python: Path, *, port: int, compiled: bool = False) -> dict[str, Any]:
+    """Describe to the harness the router of the checkout to which this interpreter's environment belongs.
+
+    With `compiled` the data path of this checkout is compiled, for this interpreter.
+    """
 
     def endpoints(ports: Sequence[int]) -> str:
         return ",".join(f"127.0.0.1:{port}" for port in ports)
 
     static = ["--static", f"prefill={endpoints(PREFILL)}", f"decode={endpoints(DECODE)}"]
     command = [str(python), "-m", "fulcrum_router", "--service", "mock", "--port", str(port), *static]
-    return {"port": port, "cmd": [command]}
+    environment = {"PYTHONPATH": str(compile_packages())} if compiled else {}
+    return {"port": port, "cmd": [command], "env": environment}
 
 
 def _describe_vllm_router(cache: Path) -> dict[str, Any]:

