@@ -82,7 +82,7 @@ async def draw_all(prometheus: PrometheusApi, seconds: float, now_s: int, folder
         )
         with serve_page() as address:
             for file in DASHBOARDS:
-                values = {"__range_s": f"{seconds:.0f}", "__range": f"{seconds:.0f}s"}
+                values = {"__range": f"{seconds:.0f}s"}
                 options = {
                     "board": f"boards/{file.name}",
                     "prometheus": prometheus.url,

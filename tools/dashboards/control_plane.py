@@ -52,11 +52,11 @@ def _state() -> list[Panel]:
             steps=_ONE_IS_RIGHT,
         ),
         figure(
-            "Assignments the router has not read",
+            "Assignments a router has not read",
             "0 is right. More for a minute: flips and cordons have no effect; see FulcrumWatchStale.",
             Query(
                 f"max(fulcrum_operator_assignment_generation{{{SELECTOR}}})"
-                f" - max(fulcrum_router_assignment_generation{{{SELECTOR}}})"
+                f" - min(fulcrum_router_assignment_generation{{{SELECTOR}}})"
             ),
             steps=((None, "green"), (1.0, "orange")),
         ),

@@ -7,7 +7,8 @@ from tools.dashboards.panels import Panel, build_dashboard, figure, lines
 from tools.dashboards.queries import RATE, SELECTOR, Query
 
 _GPUS = f"max by (pool) (fulcrum_operator_devices{{{SELECTOR}}})"
-_GPU_HOURS = f"avg_over_time(({_GPUS})[$__range:1m]) * $__range_s / 3600"
+_GPU_HOURS = f"sum_over_time(({_GPUS})[$__range:1m]) / 60"
+"""A value each minute: the minutes in which a pool did not exist add nothing."""
 _TOKENS = f"sum(rate(fulcrum_router_output_tokens_total{{{SELECTOR}}}[{RATE}]))"
 
 
@@ -43,8 +44,8 @@ def _now() -> list[Panel]:
             "Cost of a million output tokens",
             "Over the time range. It falls with the load: instances cost the same when they idle.",
             Query(
-                f"1e6 * sum(avg_over_time(({_GPUS})[$__range:1m])) * $__range_s / 3600"
-                f" * $price / sum(increase(fulcrum_router_output_tokens_total{{{SELECTOR}}}[$__range]))",
+                f"1e6 * sum({_GPU_HOURS}) * $price"
+                f" / sum(increase(fulcrum_router_output_tokens_total{{{SELECTOR}}}[$__range]))",
                 "per million",
             ),
         ),

@@ -5,9 +5,11 @@ from tools.dashboards.queries import RATE, SELECTOR, Query
 
 _CHOSEN = f'{SELECTOR},instance=~"$instance"'
 _NAME = "{{role}} {{instance}}"
-_PREFILL, _DECODE = (
-    f'max by (instance) (fulcrum_router_instance_serving{{{_CHOSEN},role="{role}"}})'
-    for role in ("prefill", "decode")
+_ROLES = {**ROLE_COLORS, "both": "purple"}
+"""Roles and their colours; the value of a role is its place, from 1 on."""
+_ROLE_VALUES = " or ".join(
+    f'max by (instance) (fulcrum_router_instance_serving{{{_CHOSEN},role="{role}"}}) * {value}'
+    for value, role in enumerate(_ROLES, start=1)
 )
 
 
@@ -26,11 +28,10 @@ def _state() -> list[Panel]:
     return [
         timeline(
             "Roles",
-            "Role of each instance over time; other: it serves as both, or takes no new work. "
-            "Stripes that alternate: see "
+            "Role of each instance over time; none: it takes no new work. Stripes that alternate: see "
             "FulcrumFlapping.",
-            Query(f"{_PREFILL} * 1 or {_DECODE} * 2", "{{instance}}"),
-            names=[("other", "grey"), *ROLE_COLORS.items()],
+            Query(_ROLE_VALUES, "{{instance}}"),
+            names=[("none", "grey"), *_ROLES.items()],
         ),
         timeline(
             "Ejected",

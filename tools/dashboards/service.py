@@ -78,7 +78,8 @@ def _slo() -> list[Panel]:
         ),
         lines(
             "Error budget burn",
-            "1 uses up the budget exactly. Above 14.4 in both windows FulcrumSLOBurnsFast fires.",
+            "1 uses up the budget exactly. Above 14.4 in both windows, or if 80 % of the requests miss, "
+            "FulcrumSLOBurnsFast fires.",
             [
                 Query(
                     f"fulcrum:slo_misses:ratio_rate{window}{{{SELECTOR}}} / {_BUDGET}",
@@ -188,11 +189,11 @@ def _work() -> list[Panel]:
         ),
         lines(
             "Queues before decode",
-            "Requests that wait in the engines of decode instances, for a place in the batch or for "
+            "Requests that wait in the engines of instances that decode, for a place in the batch or for "
             "their KV, and prompts whose KV nobody has fetched yet. They grow while prefill's queue does "
             "not: more decode.",
             [
-                Query(f'sum(vllm:num_requests_waiting{{{SELECTOR},role="decode"}})', "in engines"),
+                Query(f'sum(vllm:num_requests_waiting{{{SELECTOR},role!="prefill"}})', "in engines"),
                 Query(f"sum(fulcrum_router_instance_pending_transfers{{{SELECTOR}}})", "pending transfers"),
             ],
         ),

@@ -46,7 +46,6 @@ def _promise() -> list[Panel]:
             Query(f"{_MET} / {_JUDGED}", "{{tier}}"),
             unit="percentunit",
             width=12,
-            steps=((None, "red"), (0.9, "orange"), (0.99, "green")),
         ),
         figure(
             "Share of the requests",

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,6 @@ RIGHTLY_EMPTY = {
 """Panels that may have no data in the scenario, and why."""
 GRAFANA_VALUES = {
     "__rate_interval": "10s",
-    "__range_s": "60",
     "__range": "60s",
     "namespace": "default",
     "service": "play",
@@ -50,8 +49,9 @@ class PanelQuery(NamedTuple):
     expr: str
 
 
-def list_queries() -> list[PanelQuery]:
-    """List the queries of all dashboards."""
+def list_queries(values: Mapping[str, str] = GRAFANA_VALUES) -> list[PanelQuery]:
+    """List the queries of all dashboards; `values` go before those that the scenario needs."""
+    values = {**GRAFANA_VALUES, **values}
     found: list[PanelQuery] = []
     for file in DASHBOARDS:
         dashboard = json.loads(file.read_text(encoding="utf-8"))
@@ -62,12 +62,14 @@ def list_queries() -> list[PanelQuery]:
             (f"annotation {annotation['name']}", annotation)
             for annotation in dashboard["annotations"]["list"]
         ]
-        found += [PanelQuery(file.stem, name, _put_values_in(query["expr"])) for name, query in queries]
+        found += [
+            PanelQuery(file.stem, name, _put_values_in(query["expr"], values)) for name, query in queries
+        ]
     return found
 
 
-def _put_values_in(expr: str) -> str:
-    for name, value in GRAFANA_VALUES.items():
+def _put_values_in(expr: str, values: Mapping[str, str]) -> str:
+    for name, value in values.items():
         expr = expr.replace(f"${name}", value)
     return expr
 

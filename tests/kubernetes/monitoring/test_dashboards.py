@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.conftest import RecordMeasurement
-from tests.kubernetes.monitoring.promtool import require_program
+from tests.kubernetes.monitoring.promtool import require_program, run_promtool
 from tests.kubernetes.monitoring.queries import (
     DASHBOARDS,
     RIGHTLY_EMPTY,
@@ -56,6 +56,51 @@ async def test_a_prometheus_that_is_empty_or_restarts_answers_every_query(tmp_pa
                 await wait_until(has_evaluated, "all rules are evaluated", interval_s=0.2)
                 answered = [query for query in list_queries() if await prometheus.count_series(query.expr)]
                 assert answered == []
+
+
+@pytest.mark.parametrize(
+    ("panel", "series", "samples"),
+    [
+        pytest.param(
+            "GPU hours",
+            {'fulcrum_operator_devices{%s,pool="a"}': "_x1381 4x59"},
+            {'{pool="a"}': 4.0},
+            id="GPU hours of a service that has existed for the last hour of a day",
+        ),
+        pytest.param(
+            "Cost",
+            {'fulcrum_operator_devices{%s,pool="a"}': "_x1381 4x59"},
+            {'{pool="a"}': 10.0},
+            id="cost of a service that has existed for the last hour of a day",
+        ),
+        pytest.param(
+            "Roles",
+            {
+                'fulcrum_router_instance_serving{%s,instance="p",role="prefill"}': "1x1440",
+                'fulcrum_router_instance_serving{%s,instance="d",role="decode"}': "1x1440",
+                'fulcrum_router_instance_serving{%s,instance="b",role="both"}': "1x1440",
+                'fulcrum_router_instance_serving{%s,instance="o",role="decode"}': "0x1440",
+            },
+            {'{instance="p"}': 1.0, '{instance="d"}': 2.0, '{instance="b"}': 3.0, '{instance="o"}': 0.0},
+            id="role of each instance, of those that play both, too",
+        ),
+    ],
+)
+def test_a_panel_shows_the_value_that_it_names(
+    panel: str, series: dict[str, str], samples: dict[str, float], tmp_path: Path
+) -> None:
+    (query,) = (query for query in list_queries({"__range": "24h"}) if query.panel == panel)
+    expected = [{"labels": labels, "value": value} for labels, value in samples.items()]
+    selector = 'namespace="default",service="play"'
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": name % selector, "values": values} for name, values in series.items()],
+        "promql_expr_test": [{"expr": query.expr, "eval_time": "24h", "exp_samples": expected}],
+    }
+    file = tmp_path / "test.yaml"
+    file.write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": [test]}))
+    code, output = run_promtool("test", "rules", str(file))
+    assert code == 0, output
 
 
 def test_no_query_depends_on_the_clock_of_prometheus() -> None:

@@ -140,6 +140,18 @@ def generations(operator: float, router: float) -> dict[str, str]:
     }
 
 
+def two_generations(operator: float, *, active: float, standby: float) -> dict[str, str]:
+    return {
+        f"fulcrum_operator_assignment_generation{{{SERVICE}}}": always(operator),
+        f'fulcrum_router_assignment_generation{{{SERVICE},pod="active"}}': always(active),
+        f'fulcrum_router_assignment_generation{{{SERVICE},pod="standby"}}': always(standby),
+    }
+
+
+def objective(share: float) -> dict[str, str]:
+    return {f"fulcrum_operator_slo_objective_ratio{{{SERVICE}}}": always(share)}
+
+
 CASES = {
     "FulcrumSLOBurnsFast": Case(requests(missed_of_100=20), requests(missed_of_100=10)),
     "FulcrumSLOBurnsSlowly": Case(requests(missed_of_100=8), requests(missed_of_100=5)),
@@ -182,6 +194,33 @@ CASES = {
     ),
 }
 
+MORE_CASES = {
+    "all requests miss an objective of 90 %, whose budget cannot burn 14.4 times too fast": (
+        "FulcrumSLOBurnsFast",
+        Case(objective(0.9) | requests(missed_of_100=100), objective(0.9) | requests(missed_of_100=50)),
+    ),
+    "all requests miss an objective of 80 %, whose budget cannot burn 6 times too fast": (
+        "FulcrumSLOBurnsSlowly",
+        Case(objective(0.8) | requests(missed_of_100=100), objective(0.8) | requests(missed_of_100=50)),
+    ),
+    "no pod of a router runs": (
+        "FulcrumNoActiveRouter",
+        Case(
+            condition("Ready", "NoRouter", 0),
+            condition("Ready", "InstancesServing", 1)
+            | {
+                f'fulcrum_router_active{{{SERVICE},pod="a"}}': always(1),
+                f'fulcrum_router_active{{{SERVICE},pod="b"}}': always(0),
+            },
+        ),
+    ),
+    "only the standby has read the last assignment": (
+        "FulcrumWatchStale",
+        Case(two_generations(7, active=6, standby=7), two_generations(7, active=7, standby=7)),
+    ),
+}
+"""Further cases of alerts, by what happens in them."""
+
 
 def list_alerts() -> list[dict[str, Any]]:
     groups = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
@@ -192,8 +231,16 @@ def test_each_alert_has_two_cases() -> None:
     assert sorted(CASES) == sorted(alert["alert"] for alert in list_alerts())
 
 
-@pytest.mark.parametrize("alert", CASES)
-def test_an_alert_fires_in_its_first_case_and_is_silent_in_the_second(alert: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("alert", "case"),
+    [
+        *(pytest.param(alert, case, id=alert) for alert, case in CASES.items()),
+        *(pytest.param(*case, id=name) for name, case in MORE_CASES.items()),
+    ],
+)
+def test_an_alert_fires_in_its_first_case_and_is_silent_in_the_second(
+    alert: str, case: Case, tmp_path: Path
+) -> None:
     query = f'count(ALERTS{{alertname="{alert}",alertstate="firing"}})'
     tests = [
         {
@@ -202,8 +249,8 @@ def test_an_alert_fires_in_its_first_case_and_is_silent_in_the_second(alert: str
             "promql_expr_test": [{"expr": query, "eval_time": f"{HOURS}h", "exp_samples": expected}],
         }
         for series, expected in (
-            (CASES[alert].fires, [{"labels": "{}", "value": 1}]),
-            (CASES[alert].silent, []),
+            (case.fires, [{"labels": "{}", "value": 1}]),
+            (case.silent, []),
         )
     ]
     file = tmp_path / "test.yaml"
