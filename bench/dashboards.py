@@ -64,10 +64,10 @@ def build_page() -> None:
         command = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
         subprocess.run(command, cwd=GRAFANA, check=True)
     subprocess.run(["node", "build.mjs"], cwd=GRAFANA, check=True)
-    boards = GRAFANA / "boards"
-    boards.mkdir(exist_ok=True)
+    folder = GRAFANA / "out" / "dashboards"
+    folder.mkdir(exist_ok=True)
     for file in DASHBOARDS:
-        shutil.copy(file, boards)
+        shutil.copy(file, folder)
 
 
 async def draw_all(prometheus: PrometheusApi, seconds: float, now_s: int, folder: Path) -> list[str]:
@@ -84,7 +84,7 @@ async def draw_all(prometheus: PrometheusApi, seconds: float, now_s: int, folder
             for file in DASHBOARDS:
                 values = {"__range": f"{seconds:.0f}s"}
                 options = {
-                    "board": f"boards/{file.name}",
+                    "dashboard": f"out/dashboards/{file.name}",
                     "prometheus": prometheus.url,
                     "now": str(now_s),
                     "seconds": f"{seconds:.0f}",
@@ -105,8 +105,8 @@ async def draw_all(prometheus: PrometheusApi, seconds: float, now_s: int, folder
 
 async def draw(browser: Any, url: str, file: Path, picture: Path) -> dict[str, int]:
     """Draw a dashboard; returns the number of series of each panel that is shown."""
-    board = json.loads(file.read_text(encoding="utf-8"))
-    rows = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in board["panels"])
+    dashboard = json.loads(file.read_text(encoding="utf-8"))
+    rows = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in dashboard["panels"])
     page = await browser.new_page(viewport={"width": WIDTH_PX, "height": rows * ROW_PX + HEAD_PX})
     await page.goto(url)
     await page.wait_for_function("document.title !== 'loading'", timeout=60_000)

@@ -138,8 +138,17 @@ def run_play(*options: str) -> Report:
         return report
 
 
+def print_verdicts(verdicts: Iterable[Verdict]) -> int:
+    """Print one line per bar; return the exit code: 1 if a bar is missed."""
+    listed = list(verdicts)
+    print()
+    for held, found in listed:
+        print(f"{'ok  ' if held else 'MISS'}  {found}")
+    return 0 if all(held for held, _ in listed) else 1
+
+
 def main() -> int:
-    """Run the case and print one line per bar; return the exit code."""
+    """Run the case and judge it; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -154,11 +163,7 @@ def main() -> int:
     if given.case == "trace":
         common += ["--trace", str(given.trace)]
     case = CASES[given.case]
-    verdicts = list(case.judge(*(run_play(*options, *common) for options in case.runs)))
-    print()
-    for held, found in verdicts:
-        print(f"{'ok  ' if held else 'MISS'}  {found}")
-    return 0 if all(held for held, _ in verdicts) else 1
+    return print_verdicts(case.judge(*(run_play(*options, *common) for options in case.runs)))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import argparse
 import sys
 from collections.abc import Iterable
 
-from bench.play import Report, Verdict, judge_requests, run_play
+from bench.play import Report, Verdict, judge_requests, print_verdicts, run_play
 
 HIGHEST, LOWEST = "premium", "free"
 LOSS_MAX, TOKENS_MIN = 0.02, 0.95
@@ -47,7 +47,7 @@ def judge(alone: Report, flooded: Report) -> Iterable[Verdict]:
 
 
 def main() -> int:
-    """Run the service twice and print one line per bar; return the exit code."""
+    """Run the service twice and judge both runs; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -55,12 +55,8 @@ def main() -> int:
     parser.add_argument("--for", dest="seconds", type=float, default=300.0, metavar="SECONDS")
     given = parser.parse_args()
     common = ("--seed", str(given.seed), "--for", f"{given.seconds:g}s")
-    reports = [run_play("--load", load, *common) for load in ("tiers", "tiers-flood")]
-    verdicts = list(judge(*reports))
-    print()
-    for held, found in verdicts:
-        print(f"{'ok  ' if held else 'MISS'}  {found}")
-    return 0 if all(held for held, _ in verdicts) else 1
+    alone, flooded = (run_play("--load", load, *common) for load in ("tiers", "tiers-flood"))
+    return print_verdicts(judge(alone, flooded))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 // Draws the panels of a dashboard file with Grafana's own published components, from a Prometheus.
 //
-// index.html?board=URL&prometheus=URL&now=UNIX_TIME&seconds=N&vars=JSON. Lines and figures are Grafana's; state timelines and status
+// index.html?dashboard=URL&prometheus=URL&now=UNIX_TIME&seconds=N&vars=JSON. Lines and figures are Grafana's; state timelines and status
 // histories, whose components Grafana does not publish, are simple stand-ins. When all is drawn, the title is READY and
 // `window.panels` lists title, type and names of the series of each panel.
 import { useEffect, useState } from "react";
@@ -133,18 +133,18 @@ function Body({ panel, data, range, width, height }) {
   return <Rows panel={panel} data={data} width={width} height={height} />;
 }
 
-function Board() {
+function Dashboard() {
   const [state, setState] = useState();
   useEffect(() => {
     const read = async () => {
-      const board = await (await fetch(options.get("board"))).json();
+      const dashboard = await (await fetch(options.get("dashboard"))).json();
       const to = dateTime(1000 * Number(options.get("now")));
       const from = dateTime(to.valueOf() - 1000 * Number(options.get("seconds")));
       const range = { from, to, raw: { from, to } };
       const panels = await Promise.all(
-        board.panels.map(async (panel) => [panel, panel.type === "row" ? [] : await readFrames(panel, range)]),
+        dashboard.panels.map(async (panel) => [panel, panel.type === "row" ? [] : await readFrames(panel, range)]),
       );
-      setState({ board, range, panels });
+      setState({ dashboard, range, panels });
     };
     read().catch((error) => { document.title = `ERROR ${error.message}`; });
   }, []);
@@ -162,7 +162,7 @@ function Board() {
   return (
     <ThemeContext.Provider value={theme}>
       <GlobalStyles />
-      <h3 style={{ padding: 8 }}>{state.board.title}</h3>
+      <h3 style={{ padding: 8 }}>{state.dashboard.title}</h3>
       <div style={{ position: "relative", height: bottom * row }}>
         {state.panels.map(([panel, data], number) => {
           const { x, y, w, h } = panel.gridPos;
@@ -184,4 +184,4 @@ function Board() {
   );
 }
 
-createRoot(document.getElementById("root")).render(<Board />);
+createRoot(document.getElementById("root")).render(<Dashboard />);
