@@ -14,11 +14,11 @@ _OUTPUT_TOKENS = f"sum(rate(fulcrum_router_output_tokens_total{{{SELECTOR}}}[{RA
 
 def build() -> str:
     """Build the JSON of the dashboard."""
-    rows = [("What it sees", _seen()), ("What it does", _done())]
-    return build_dashboard("Autoscaler", "What it sees, decides and does.", rows)
+    rows = [("What it observes", _observed()), ("What it decides", _decided())]
+    return build_dashboard("Autoscaler", "What the autoscaler observes and decides.", rows)
 
 
-def _seen() -> list[Panel]:
+def _observed() -> list[Panel]:
     return [
         lines(
             "Load by role",
@@ -44,6 +44,12 @@ def _seen() -> list[Panel]:
             [Query(f"max(fulcrum_autoscaler_router_state_age_seconds{{{SELECTOR}}})", "age")],
             unit="s",
         ),
+        *_forecasts(),
+    ]
+
+
+def _forecasts() -> list[Panel]:
+    return [
         lines(
             "Forecast and actual TTFT",
             "Mean TTFT of streams, predicted when the prompt was sent, and measured. Flip "
@@ -89,7 +95,7 @@ def _seen() -> list[Panel]:
     ]
 
 
-def _done() -> list[Panel]:
+def _decided() -> list[Panel]:
     return [
         lines(
             "Decisions",

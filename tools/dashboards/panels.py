@@ -6,7 +6,7 @@ The modules of the dashboards call it; it knows no metric.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from grafana_foundation_sdk.builders import (
@@ -18,6 +18,7 @@ from grafana_foundation_sdk.builders import (
     statushistory,
     timeseries,
 )
+from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.common import (
     GraphThresholdsStyleMode,
@@ -36,6 +37,7 @@ from grafana_foundation_sdk.models.dashboard import (
     ThresholdsMode,
     ValueMap,
     ValueMappingResult,
+    VariableModel,
     VariableOption,
     VariableRefresh,
 )
@@ -180,47 +182,9 @@ def build_dashboard(
     Its uid is made of its title. `inputs`: name, label and default of variables that users type; `filters`:
     labels of which users choose some values, with the metric that has them.
     """
-    builder = dashboard.Dashboard(f"Fulcrum / {title}").description(text).tags(["fulcrum"])
-    builder = builder.uid(f"fulcrum-{title.lower().replace(' ', '-')}").refresh("30s").time("now-1h", "now")
-    builder = builder.tooltip(DashboardCursorSync.CROSSHAIR).link(
-        dashboard.DashboardLink("Fulcrum")
-        .type(DashboardLinkType.DASHBOARDS)
-        .tags(["fulcrum"])
-        .keep_time(True)
-        .include_vars(True)
-    )
-    builder = builder.with_variable(dashboard.DatasourceVariable("datasource").type("prometheus"))
-    for name, query in (
-        ("namespace", "label_values(fulcrum_router_active, namespace)"),
-        ("service", 'label_values(fulcrum_router_active{namespace="$namespace"}, service)'),
-    ):
-        builder = builder.with_variable(
-            dashboard.QueryVariable(name)
-            .datasource(_SOURCE)
-            .query(query)
-            .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
-        )
-    for name, metric in (filters or {}).items():
-        builder = builder.with_variable(
-            dashboard.QueryVariable(name)
-            .datasource(_SOURCE)
-            .query(f"label_values({metric}{{{SELECTOR}}}, {name})")
-            .multi(True)
-            .include_all(True)
-            .all_value(".*")
-            .current(VariableOption(selected=True, text="All", value="$__all"))
-            .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
-        )
-    for name, label, default in inputs:
-        builder = builder.with_variable(dashboard.TextBoxVariable(name).label(label).default_value(default))
-    builder = builder.annotation(
-        dashboard.AnnotationQuery()
-        .name("Flips")
-        .datasource(_SOURCE)
-        .enable(True)
-        .icon_color("blue")
-        .expr(FLIPS)
-    )
+    builder = _start_dashboard(title, text)
+    for variable in _list_variables(inputs, filters or {}):
+        builder = builder.with_variable(variable)
     for row, panels in rows:
         builder = builder.with_row(dashboard.Row(row))
         for panel in panels:
@@ -228,6 +192,38 @@ def build_dashboard(
     document = json.loads(JSONEncoder().encode(builder.build()))
     _widen_single_panels(document["panels"])
     return json.dumps(document, indent=2, sort_keys=True) + "\n"
+
+
+def _start_dashboard(title: str, text: str) -> dashboard.Dashboard:
+    """Return a dashboard without variables and panels: a link to the others, and flips as annotations."""
+    builder = dashboard.Dashboard(f"Fulcrum / {title}").description(text).tags(["fulcrum"])
+    builder = builder.uid(f"fulcrum-{title.lower().replace(' ', '-')}").refresh("30s").time("now-1h", "now")
+    others = dashboard.DashboardLink("Fulcrum").type(DashboardLinkType.DASHBOARDS).tags(["fulcrum"])
+    flips = dashboard.AnnotationQuery().name("Flips").datasource(_SOURCE).enable(True)
+    return (
+        builder.tooltip(DashboardCursorSync.CROSSHAIR)
+        .link(others.keep_time(True).include_vars(True))
+        .annotation(flips.icon_color("blue").expr(FLIPS))
+    )
+
+
+def _list_variables(
+    inputs: Sequence[tuple[str, str, str]], filters: Mapping[str, str]
+) -> Iterator[Builder[VariableModel]]:
+    yield dashboard.DatasourceVariable("datasource").type("prometheus")
+    yield _query_variable("namespace", "label_values(fulcrum_router_active, namespace)")
+    yield _query_variable("service", 'label_values(fulcrum_router_active{namespace="$namespace"}, service)')
+    for name, metric in filters.items():
+        chosen = _query_variable(name, f"label_values({metric}{{{SELECTOR}}}, {name})").multi(True)
+        everything = VariableOption(selected=True, text="All", value="$__all")
+        yield chosen.include_all(True).all_value(".*").current(everything)
+    for name, label, default in inputs:
+        yield dashboard.TextBoxVariable(name).label(label).default_value(default)
+
+
+def _query_variable(name: str, query: str) -> dashboard.QueryVariable:
+    variable = dashboard.QueryVariable(name).datasource(_SOURCE).query(query)
+    return variable.refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
 
 
 def _thresholds(steps: Sequence[tuple[float | None, str]]) -> dashboard.ThresholdsConfig:

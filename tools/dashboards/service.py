@@ -38,7 +38,7 @@ def build() -> str:
     )
 
 
-def _slo() -> list[Panel]:
+def _slo_figures() -> list[Panel]:
     return [
         figure(
             "SLO attainment in the time range",
@@ -57,6 +57,12 @@ def _slo() -> list[Panel]:
             width=12,
             steps=((None, "red"), (0.001, "orange"), (0.25, "green")),
         ),
+    ]
+
+
+def _slo() -> list[Panel]:
+    return [
+        *_slo_figures(),
         lines(
             "SLO attainment",
             "Share of requests that met TTFT and TPOT. Below the objective: the next panel shows the causes.",
