@@ -19,7 +19,7 @@ from tests.waiting import run_pending_tasks
 MAX_BUFFERED_BYTES = 400_000
 
 
-class FakeTransport:
+class FakeClientTransport:
     """A client's socket that reads everything at once."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ def test_each_request_gets_one_response(run_fuzzer: RunFuzzer, seed: int) -> Non
     loop = asyncio.new_event_loop()
 
     async def feed(pieces: list[bytes]) -> tuple[bytes, float]:
-        transport, longest_s = FakeTransport(), 0.0
+        transport, longest_s = FakeClientTransport(), 0.0
         connection = ClientConnection(server)
         connection.connection_made(cast(asyncio.Transport, transport))
         for piece in pieces:

@@ -53,7 +53,7 @@ TOKENS = [
 ]  # fmt: skip
 
 
-class FakeTransport:
+class FakeEngineTransport:
     """An engine's socket."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ def read_with_h11(data: bytes, *, closed: bool) -> tuple[int, bytes] | None:
 
 def open_connection() -> EngineConnection:
     connection = EngineConnection(ConnectionPool("127.0.0.1", 1))
-    connection.connection_made(cast(asyncio.Transport, FakeTransport()))
+    connection.connection_made(cast(asyncio.Transport, FakeEngineTransport()))
     return connection
 
 

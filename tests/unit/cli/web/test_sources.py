@@ -11,8 +11,8 @@ from fulcrum_core.errors import StoreUnavailable
 PATH = "/api/v1/namespaces/ml/pods/{}:9094/proxy/metrics"
 
 
-class FakeObjects:
-    """The API server: pods with the text of their metrics."""
+class FakeRouterPods:
+    """An API server with router pods: the text of the metrics of each."""
 
     def __init__(self, **pods: str) -> None:
         self.pods = {PATH.format(name): text for name, text in pods.items()}
@@ -34,14 +34,14 @@ def make_router(objects: Any) -> ClusterRouter:
 
 
 async def test_the_active_router_is_found_and_remembered() -> None:
-    objects = FakeObjects(a="fulcrum_router_active 0.0\n", b="fulcrum_router_active 1.0\n")
+    objects = FakeRouterPods(a="fulcrum_router_active 0.0\n", b="fulcrum_router_active 1.0\n")
     router = make_router(objects)
     assert [await router.read_metrics() for _ in range(3)] == ["fulcrum_router_active 1.0\n"] * 3
     assert objects.selectors == [("ml", "app.kubernetes.io/name=fulcrum-router,fulcrum.dev/router=chat")]
 
 
 async def test_after_a_failover_the_new_router_is_found() -> None:
-    objects = FakeObjects(a="fulcrum_router_active 1.0\n")
+    objects = FakeRouterPods(a="fulcrum_router_active 1.0\n")
     router = make_router(objects)
     await router.read_metrics()
     objects.pods = {PATH.format("b"): "fulcrum_router_active 1.0\nfulcrum_router_waiting_requests 2.0\n"}
@@ -52,4 +52,4 @@ async def test_after_a_failover_the_new_router_is_found() -> None:
 
 async def test_without_an_active_router_there_is_nothing_to_read() -> None:
     with pytest.raises(RouterUnavailable, match="no router is active"):
-        await make_router(FakeObjects(a="fulcrum_router_active 0.0\n")).read_metrics()
+        await make_router(FakeRouterPods(a="fulcrum_router_active 0.0\n")).read_metrics()
