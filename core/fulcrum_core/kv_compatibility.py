@@ -17,7 +17,7 @@ _MUST_BE_EQUAL = {
     "engine": "engine",
     "connector": "connector",
     "dtype": "data type",
-    "kv_dtype": "kv dtype",
+    "kv_dtype": "KV data type",
     "attention": "attention back end",
     "block_size": "block size",
     "latent": "latent attention",

@@ -44,8 +44,7 @@ async def _run(options: "RouterOptions") -> None:
     import structlog
 
     from fulcrum_cluster.logs import log_loop_errors
-    from fulcrum_router.data_path.build_info import is_compiled
-    from fulcrum_router.server import serve
+    from fulcrum_router.server import is_compiled, serve
 
     def announce(**ports: int) -> None:
         announce_ready(**ports)

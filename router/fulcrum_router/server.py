@@ -33,6 +33,7 @@ from fulcrum_router.control.metrics import build_registry
 from fulcrum_router.control.metrics_port import make_metrics_app
 from fulcrum_router.control.requests_page import RequestsPage
 from fulcrum_router.control.state_port import make_app
+from fulcrum_router.data_path import exchange
 from fulcrum_router.data_path.downstream import ClientServer
 from fulcrum_router.data_path.tls import TlsFiles, make_tls_context, reload_certificate
 from fulcrum_router.fleet.instances import Instance
@@ -59,6 +60,11 @@ SYNC_TIMEOUT_S = 5.0
 """Seconds that a router in a cluster waits for its first sync before it opens the clients' port anyway."""
 SHUTDOWN_GRACE_S = 0.7
 """Seconds that requests in flight get to finish when a router without successor shuts down."""
+
+
+def is_compiled() -> bool:
+    """Whether the data path is compiled; without the compiled files the same sources run as Python."""
+    return not exchange.__file__.endswith(".py")
 
 
 class RouterServer:

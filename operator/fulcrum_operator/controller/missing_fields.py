@@ -12,6 +12,7 @@ from typing import Any
 
 from fulcrum_core.api import Resource, conditions
 from fulcrum_core.errors import InvalidInput
+from fulcrum_core.formatting import format_list
 from fulcrum_operator.plan.observed import FailureCause
 
 Path = tuple[str, ...]
@@ -79,9 +80,8 @@ class MissingFields:
         ]
         if not names:
             return ()
-        listed = ", ".join(names[:_FIELDS_LISTED_MAX])
-        more = f" and {len(names) - _FIELDS_LISTED_MAX} more" if len(names) > _FIELDS_LISTED_MAX else ""
-        text = f"the CRDs are older than the operator and lack {listed}{more}; apply the operator's CRDs"
+        listed = format_list(names, at_most=_FIELDS_LISTED_MAX)
+        text = f"the CRDs are older than the operator and lack {listed}; apply the operator's CRDs"
         return (FailureCause(conditions.CRDS_OUTDATED, text),)
 
 

@@ -24,7 +24,7 @@ from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.router_state import FlipRequest, RouterState
 from fulcrum_core.values import Role
-from fulcrum_router.data_path.build_info import is_compiled
+from fulcrum_router.server import is_compiled
 from fulcrum_simulator.text import output_text, prompt_digest
 from tests.integration.simulator.servers import DEADLINE_S, MODEL, Server, launch, ready
 from tests.objects import make_object

@@ -23,7 +23,7 @@ SIMULATED = EngineIdentity(model="m", engine="vllm 0.12", kv_dtype="bf16", block
             id="engine version",
         ),
         pytest.param(
-            {"kv_dtype": "fp8"}, "kv dtype differs: prefill has bf16, decode has fp8", id="KV data type"
+            {"kv_dtype": "fp8"}, "KV data type differs: prefill has bf16, decode has fp8", id="KV data type"
         ),
         pytest.param(
             {"block_size": 32}, "block size differs: prefill has 16, decode has 32", id="block size"

@@ -3,9 +3,8 @@
 `plan/service` writes it with the spec that `plan/assignment` decided.
 """
 
-from collections.abc import Sequence
-
 from fulcrum_core.api import PDAssignmentSpec, PDAssignmentStatus
+from fulcrum_core.formatting import format_list
 from fulcrum_core.values import Role
 
 _NAMES_MAX = 8
@@ -20,11 +19,6 @@ def assignment_status(spec: PDAssignmentSpec) -> PDAssignmentStatus:
         prefill=len(prefill),
         decode=len(decode),
         cordoned=sum(entry.cordoned for entry in spec.roles.values()),
-        prefill_instances=_list_first(prefill),
-        decode_instances=_list_first(decode),
+        prefill_instances=format_list(prefill, at_most=_NAMES_MAX),
+        decode_instances=format_list(decode, at_most=_NAMES_MAX),
     )
-
-
-def _list_first(names: Sequence[str]) -> str:
-    more = len(names) - _NAMES_MAX
-    return ", ".join(names[:_NAMES_MAX]) + (f" and {more} more" if more > 0 else "")

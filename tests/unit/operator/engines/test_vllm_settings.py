@@ -309,7 +309,7 @@ def identity_of(launch_request: LaunchRequest) -> Any:
         ),
         pytest.param(
             make_launch_request(quantization=QuantizationSpec.model_validate({"kvCache": "fp8"})),
-            "kv dtype differs: prefill has auto, decode has fp8",
+            "KV data type differs: prefill has auto, decode has fp8",
             id="KV data type",
         ),
         pytest.param(
