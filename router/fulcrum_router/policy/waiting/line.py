@@ -13,7 +13,7 @@ from collections.abc import Collection, Hashable
 
 from fulcrum_router.policy.waiting.waiter import Waiter
 
-LATE_EVERY = 8
+LATE_EVERY = 32
 """While late requests of a tenant wait, one of this many of its requests that leave is late."""
 
 LineKey = tuple[str, str]

@@ -269,9 +269,9 @@ def test_late_requests_let_the_others_pass_and_leave_in_the_order_of_arrival() -
 def test_a_late_request_leaves_after_a_bounded_number_of_others() -> None:
     crowd = Crowd()
     crowd.join(1.0, slo_s=1.0)
-    for n in range(20):
+    for n in range(LATE_EVERY + 1):
         crowd.join(10.0 + n)
-    left = crowd.open(20, now_s=10.0)
+    left = crowd.open(LATE_EVERY + 1, now_s=10.0)
     assert left.index(1.0) == LATE_EVERY - 1
 
 
