@@ -23,6 +23,9 @@ FLOWS_MAX = 300
 _MISSED_PROBES_MIN = 2
 """Probes missed in a row from which an engine counts as not responding; a busy machine may miss one."""
 
+_PROBLEM_MAX = 300
+"""Characters that are shown of why an instance gets no work: an engine's last words may have many."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageObservation:
@@ -143,10 +146,14 @@ def _describe_problem(instance: PDInstance, load: InstanceLoad) -> str:
     """Describe why the instance gets no work though it should; empty if it does."""
     status = instance.status
     if status.phase is Phase.FAILED or status.reason:
-        return status.message or status.reason or "the engine failed"
+        return _cut(status.message or status.reason or "the engine failed")
     if load.missed_probes >= _MISSED_PROBES_MIN:
         return f"not responding, {load.missed_probes} probes missed"
     return "ejected after failures" if load.ejected else ""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _PROBLEM_MAX else f"{text[: _PROBLEM_MAX - 1]}…"
 
 
 def _list_flows(traffic: RecentTraffic, numbers: Mapping[str, int]) -> list[tuple[int, int, float]]:

@@ -110,7 +110,7 @@ def _iter_samples(exposition: str) -> Iterator[tuple[str, dict[str, str], float]
             value = float(text)
         except ValueError:
             continue
-        if not math.isnan(value):
+        if math.isfinite(value):
             yield family, dict(_LABEL.findall(labels)), value
 
 
@@ -149,7 +149,10 @@ def _add_sample(reading: RouterReading, family: str, labels: Mapping[str, str], 
 
 
 def _add_bucket(buckets: dict[float, float], labels: Mapping[str, str], count: float) -> None:
-    edge = float(labels["le"])
+    try:
+        edge = float(labels.get("le", ""))
+    except ValueError:
+        return
     buckets[edge] = buckets.get(edge, 0.0) + count
 
 

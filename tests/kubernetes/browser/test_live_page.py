@@ -20,6 +20,8 @@ from fulcrum_cli.web.replay import Replay
 from fulcrum_cli.web.server import serve_page
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.memory_store import MemoryStore
+from fulcrum_core.api import PDInstance
+from fulcrum_core.ports import Store
 from tests.live_page import SyntheticService
 from tests.simulated_runs import run_equal_requests
 from tests.waiting import wait_until
@@ -62,6 +64,35 @@ async def page() -> AsyncIterator[Any]:
         page.on("request", lambda request: page.called.add(request.url.split("/")[2]))
         yield page
         await browser.close()
+
+
+HOSTILE = "<img src=x onerror=\"document.title='attacked'\">\n'}{\\"
+LONG = "x" * 253
+
+
+class HostileService(SyntheticService):
+    """A service whose texts are long, or HTML."""
+
+    def __init__(self, count: int, *, start_s: float) -> None:
+        super().__init__(count, start_s=start_s)
+        self.names = [f"{'i' * 60}-{number}" for number in range(count)]
+        spec = self.service.spec.model_copy(update={"model": (HOSTILE + LONG)[:253]})
+        self.service = self.service.model_copy(update={"spec": spec})
+
+    async def create(self, store: Store, *, now_s: float) -> None:
+        await super().create(store, now_s=now_s)
+        status = {"phase": "Failed", "message": HOSTILE + "m" * 10_240}
+        await store.patch_status(PDInstance, self.names[0], status, namespace="default")
+
+    def assignment(self, at_s: float) -> dict[str, Any]:
+        spec = super().assignment(at_s)
+        for entry in spec["roles"].values():
+            entry["reason"] = (HOSTILE + 5 * LONG)[:1024]
+        return spec
+
+    def metrics(self, at_s: float) -> str:
+        text = super().metrics(at_s)
+        return text + "".join(text.replace('tier="default"', f'tier="{tier * 60}"') for tier in "abcdefgh")
 
 
 class ShownService:
@@ -204,6 +235,31 @@ async def test_a_simulated_run_is_replayed_paused_and_moved(page: Any, tmp_path:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize("width", [1440, 700])
+async def test_texts_that_are_long_or_html_are_shown_in_their_place(page: Any, width: int) -> None:
+    shown = ShownService(8)
+    shown.synthetic = HostileService(8, start_s=time.time() - AGE_S)
+    await page.set_viewport_size({"width": width, "height": 900})
+    async with shown.serve() as address:
+        await page.goto(address)
+        await page.wait_for_selector(".tile.broken")
+        await page.wait_for_selector("text=/aaaa/")
+        await page.click(".tile.broken")
+        await page.wait_for_selector(".panel .details b")
+        wide = await page.evaluate(
+            """() => [...document.querySelectorAll("body *")].filter(e => e.getBoundingClientRect().right
+                > document.documentElement.clientWidth + 1).map(e => e.className)"""
+        )
+        assert wide == []
+        assert await page.evaluate("document.documentElement.scrollWidth") <= width
+        heights = (
+            "names => names.map(n => Math.round(document.querySelector(n).getBoundingClientRect().height))"
+        )
+        assert [h for h in await page.evaluate(heights, ["header", ".card", ".panel"]) if h > 200] == []
+        assert await page.locator("img").count() == 0
+        assert (await page.title(), page.messages) == ("Fulcrum", [])
 
 
 @pytest.mark.parametrize("count", [64, 1000])

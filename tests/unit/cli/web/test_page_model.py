@@ -95,10 +95,11 @@ def test_a_failed_or_silent_instance_says_what_is_wrong() -> None:
         "c-2": make_instance("c-2"),
         "c-3": make_instance("c-3"),
         "c-4": make_instance("c-4", phase="Starting"),
+        "c-5": make_instance("c-5", phase="Failed", message="m" * 10_240),
     }
     loads = {"c-2": InstanceLoad(missed_probes=3), "c-3": InstanceLoad(ejected=True)}
     assert [tile["problem"] for tile in observe(instances, loads=loads)["tiles"]] == [
-        "exit code 1", "not responding, 3 probes missed", "ejected after failures", "",
+        "exit code 1", "not responding, 3 probes missed", "ejected after failures", "", "m" * 299 + "…",
     ]  # fmt: skip
 
 

@@ -74,6 +74,19 @@ def test_text_that_is_not_metrics_is_an_empty_reading(text: str) -> None:
     assert parse_reading(text, at_s=1.0) == RouterReading(1.0)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "fulcrum_router_waiting_requests +Inf",
+        'fulcrum_router_instance_prefill_legs{instance="a"} NaN',
+        "fulcrum_router_ttft_seconds_bucket 1.0",
+        'fulcrum_router_tpot_seconds_bucket{le="soon"} 1.0',
+    ],
+)
+def test_a_line_that_no_router_writes_is_skipped(line: str) -> None:
+    assert parse_reading(f"{line}\n", at_s=1.0) == RouterReading(1.0)
+
+
 def test_label_values_with_quotes_braces_and_10_kb_are_read() -> None:
     name = "x" * 10_000 + r"\"}{\n"
     reading = parse_reading(f'fulcrum_router_requests_offered_total{{tier="{name}"}} 3.0\n', at_s=0.0)
