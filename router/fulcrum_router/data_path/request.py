@@ -1,6 +1,8 @@
-"""One client request as the exchange and its legs share it: its body, journey and client connection.
+"""One client request, as the modules that serve it see it.
 
-The exchange imports nothing from `downstream`, which reads requests from sockets.
+`downstream` makes a `ClientRequest`; `exchange` and its legs share a `ServedRequest`: the body, the journey,
+the results of the legs. `pass_through` uses the rest. They write to the client through `Downstream`, which is
+declared here so that they need not import `downstream`. Nothing here reads a socket or chooses an instance.
 """
 
 import time

@@ -93,8 +93,8 @@ def run_policy(
 ) -> PolicyRuns:
     """Run the policy of `options` with each seed; with `attainment_min`, at the highest rate that reaches it.
 
-    The first search starts at the factor `first` with steps of `step`, that of each further seed where the
-    one before ended, with short steps.
+    Without a search all seeds run at the factor `first`. The first search starts there with steps of `step`,
+    that of each further seed where the one before ended, with short steps.
     """
     runs: list[SeedRun] = []
     search = _Search(attainment_min, precision, check_around)

@@ -111,7 +111,7 @@ def check_change(
             drop("c"),
             "abc",
             "0 instances would serve Decode, the floor is 1; leaving: c",
-            id="removal of a serving instance",
+            id="removal of the last serving instance of a role",
         ),
         pytest.param(
             assignment("PPD"),

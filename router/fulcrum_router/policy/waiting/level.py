@@ -189,7 +189,8 @@ class Level:
     ) -> Line | None:
         """The line whose turn is next; None if all are set aside, passed over or blocked.
 
-        `passed_over` names tiers. A line is blocked if all its requests have an exclusion in `blocked`.
+        `passed_over` names tiers. An exclusion stands for the instances that are ruled out for a request; a
+        line is blocked if all its requests have one in `blocked`.
         """
         firsts = self._find_first_of_tiers(passed_over, blocked)
         if len(firsts) > 1:

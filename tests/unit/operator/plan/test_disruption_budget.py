@@ -1,7 +1,8 @@
 """The `minAvailable` of a service's budget for evictions.
 
-By default one instance may be evicted at a time, and none below the floors; `disruption.maxUnavailable`
-replaces both. A node can always be drained.
+By default one instance may be evicted at a time, and none below the floors. `disruption.maxUnavailable`
+replaces both, but once the deletion of a node with instances is announced, the floors hold again until
+replacements serve. If none can start, one may be evicted in any case, so that each node can be drained.
 """
 
 from typing import Any
@@ -72,7 +73,7 @@ def test_max_unavailable_replaces_the_floors(max_unavailable: int, least: int) -
         pytest.param(8, True, True, 7, id="many instances, one may be evicted"),
     ],
 )
-def test_with_max_unavailable_the_floors_hold_again_once_a_deletion_is_announced(
+def test_with_max_unavailable_the_floors_hold_again_once_the_deletion_of_a_node_is_announced(
     desired: int, announced: bool, can_replace_departing: bool, least: int
 ) -> None:
     chat = service(instances=desired, disruption={"maxUnavailable": 1})
