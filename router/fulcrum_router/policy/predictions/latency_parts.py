@@ -124,31 +124,6 @@ class RequestTimes:
             self.prefill_sent_s = self.prefill_ended_s = 0.0
             self.compute_s = local_compute_s
 
-    def _order_times(
-        self, end_s: float, first_byte_s: float | None
-    ) -> tuple[float, float, float, float, float]:
-        """Return the times of first byte, first leg, prefill leg (sent, ended) and decode leg.
-
-        One that was not reached lies at the next one that was, so that the part between them is 0.
-        Comparisons, not `min`: they take half the time, and each request comes here.
-        """
-        if first_byte_s is None or first_byte_s > end_s:
-            first_byte_s = end_s
-        first_leg_s = self.first_leg_s
-        if not first_leg_s or first_leg_s > first_byte_s:
-            first_leg_s = first_byte_s
-        decode_sent_s = self.decode_sent_s
-        if not decode_sent_s or decode_sent_s > first_byte_s:
-            decode_sent_s = first_byte_s
-        sent_s, ended_s = self.prefill_sent_s, self.prefill_ended_s
-        if not sent_s:
-            sent_s = ended_s = first_leg_s if self.decode_sent_s else decode_sent_s
-        if not ended_s or ended_s > decode_sent_s:
-            ended_s = decode_sent_s
-        if sent_s > ended_s:
-            sent_s = ended_s
-        return first_byte_s, first_leg_s, sent_s, ended_s, decode_sent_s
-
     def divide(
         self,
         end_s: float,
@@ -168,7 +143,21 @@ class RequestTimes:
                 what is not expected before the first token counts as decode.
             refused: Whether the router refused the request: what it waited is admission.
         """
-        first_byte_s, first_leg_s, sent_s, ended_s, decode_sent_s = self._order_times(end_s, first_byte_s)
+        # A time that was not reached lies at the next one that was, so that the part between them is 0.
+        # Comparisons, not `min`: they take half the time, and each request comes here.
+        if first_byte_s is None or first_byte_s > end_s:
+            first_byte_s = end_s
+        first_leg_s, decode_sent_s = self.first_leg_s, self.decode_sent_s
+        if not first_leg_s or first_leg_s > first_byte_s:
+            first_leg_s = first_byte_s
+        if not decode_sent_s or decode_sent_s > first_byte_s:
+            decode_sent_s = first_byte_s
+        sent_s, ended_s = self.prefill_sent_s, self.prefill_ended_s
+        if not sent_s:
+            sent_s = ended_s = first_leg_s if self.decode_sent_s else decode_sent_s
+        if not ended_s or ended_s > decode_sent_s:
+            ended_s = decode_sent_s
+        sent_s = sent_s if sent_s < ended_s else ended_s
         leg_s, decode_leg_s = ended_s - sent_s, first_byte_s - decode_sent_s
         queue_s = decode_s = transfer_s = 0.0
         if self.is_local:
@@ -186,18 +175,13 @@ class RequestTimes:
             decode_s, rest_s = rest_s, 0.0
         after_s = end_s - first_byte_s
         unread_s = min(max(0.0, unread_s), after_s)
-        waiting_s = first_leg_s - self.arrival_s
-        return (
-            waiting_s if refused else 0.0,
-            0.0 if refused else waiting_s,
+        waiting_s, retries_s = (
+            first_leg_s - self.arrival_s,
             (sent_s - first_leg_s) + (decode_sent_s - ended_s),
-            queue_s,
-            prefill_s,
-            transfer_s,
-            rest_s,
-            decode_s + after_s - unread_s,
-            unread_s,
         )
+        admission_s, waiting_s = (waiting_s, 0.0) if refused else (0.0, waiting_s)
+        decode_s = decode_s + after_s - unread_s
+        return admission_s, waiting_s, retries_s, queue_s, prefill_s, transfer_s, rest_s, decode_s, unread_s
 
 
 def find_cause_of_miss(parts: tuple[float, ...], slo: Slo, *, tokens: int | None) -> LatencyPart:
