@@ -1,4 +1,4 @@
-"""How much CPU per request its metrics, and traces as well, cost a router.
+"""How much CPU per request a router spends on its metrics, and on metrics and traces together.
 
 Three routers over the same eight fake engines get blocks of requests in turn, as fast as they serve them: one
 is not scraped, one is scraped once a second, and one also traces. Each round has six blocks of a quarter of a
@@ -7,7 +7,7 @@ the caches for the next one, falls on each router alike. The first round is not 
 
 All three count their requests, for the attainment and the causes of misses too. What counting takes is
 measured in this process and subtracted from the first router. A cost is the CPU of all rounds per request,
-divided by what is left; the spread is that of single rounds.
+divided by what is left; the range after it is the middle half of the rounds.
 
     python bench/telemetry.py [--rounds N] [--sampled SHARE]
 
@@ -68,9 +68,10 @@ class BenchRouter:
         """Processor time of a request over all rounds."""
         return self.total_s / self.requests
 
-    def list_ratios(self, base: "BenchRouter") -> list[float]:
-        """Processor time of a request, relative to another router in the same round."""
-        return [own_s / base_s for own_s, base_s in zip(self.rounds_s, base.rounds_s, strict=True)]
+    def list_ratios(self, base: "BenchRouter", *, less_s: float) -> list[float]:
+        """Processor time of a request, relative to `less_s` less than that of another router in its round."""
+        pairs = zip(self.rounds_s, base.rounds_s, strict=True)
+        return [own_s / (base_s - less_s) for own_s, base_s in pairs]
 
     def end_round(self, *, counts: bool) -> None:
         """Add this round to the result, if it counts, and begin the next one."""
@@ -222,7 +223,7 @@ def report(routers: list[BenchRouter], sampled: float, received: list[int]) -> i
     """Print the figures; returns the exit code."""
     missed, counting_s = False, measure_counting()
     for router in routers:
-        ratios, bar = router.list_ratios(routers[0]), BARS.get(router.name, 1.0)
+        ratios, bar = router.list_ratios(routers[0], less_s=counting_s), BARS.get(router.name, 1.0)
         low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else 3 * ratios
         cost = router.cost_s / (routers[0].cost_s - counting_s)
         verdict = "" if router is routers[0] else f"bar {bar} × {'ok' if cost <= bar else 'MISSED'}"

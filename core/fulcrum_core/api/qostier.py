@@ -215,6 +215,7 @@ class QoSTier(Resource):
         PrinterColumn(name="Priority", type="integer", json_path=".spec.priority"),
         PrinterColumn(name="TTFT", type="string", json_path=".spec.slo.ttft"),
         PrinterColumn(name="TPOT", type="string", json_path=".spec.slo.tpot"),
+        PrinterColumn(name="SLO factor", type="number", json_path=".spec.sloFactor"),
         PrinterColumn(name="Admission", type="string", json_path=".spec.admission.mode"),
         PrinterColumn(name="Sheddable", type="boolean", json_path=".spec.sheddable"),
         PrinterColumn(name="Tokens/min", type="integer", json_path=".spec.rateLimit.tokensPerMinute"),
