@@ -3,6 +3,7 @@
 It goes through the router or directly to an engine; the expected tokens are those of one engine alone.
 """
 
+import asyncio
 import json
 import random
 import secrets
@@ -115,14 +116,16 @@ def generate_mixed_requests(rng: random.Random, count: int) -> list[CompletionRe
     ]
 
 
-async def send(client: httpx.AsyncClient, url: str, request: CompletionRequest) -> CompletionResponse:
-    """Send the request and return the whole response.
+async def send(
+    client: httpx.AsyncClient, url: str, request: CompletionRequest, *, begun: asyncio.Event | None = None
+) -> CompletionResponse:
+    """Send the request and return the whole response; `begun` is set at the first token of a stream.
 
     Raises:
         BrokenStreamError: a stream ended without `[DONE]`, or with an error event.
     """
     if request.stream:
-        return await _send_streaming(client, url, request)
+        return await _send_streaming(client, url, request, begun or asyncio.Event())
     response = await client.post(url + request.path, json=request.body())
     headers = dict(response.headers)
     if response.status_code != httpx.codes.OK:
@@ -134,7 +137,7 @@ async def send(client: httpx.AsyncClient, url: str, request: CompletionRequest) 
 
 
 async def _send_streaming(
-    client: httpx.AsyncClient, url: str, request: CompletionRequest
+    client: httpx.AsyncClient, url: str, request: CompletionRequest, begun: asyncio.Event
 ) -> CompletionResponse:
     tokens: list[int] = []
     usage, last = None, ""
@@ -153,6 +156,8 @@ async def _send_streaming(
             usage = event.get("usage") or usage
             for choice in event["choices"]:
                 tokens += choice.get("token_ids") or ()
+            if tokens:
+                begun.set()
     if last != "[DONE]":
         raise BrokenStreamError(last)
     return CompletionResponse(200, tuple(tokens), headers, usage)

@@ -196,11 +196,16 @@ async def test_streams_of_a_killed_decode_engine_continue_on_another_or_end_in_a
     unsound = replace(LONG_STREAM, extra={"presence_penalty": 0.1})
     expected = [await compute_expected(pair, one, prefill) for one in (request, sound)]
 
-    # The first use of a penalty takes an engine seconds, in which the other stream could end.
-    streams = [asyncio.create_task(send(pair.client, pair.url, unsound))]
-    await wait_for_common_decode(pair, streams)
-    streams.append(asyncio.create_task(send(pair.client, pair.url, sound)))
-    decode = await wait_for_common_decode(pair, streams)
+    await send(pair.client, pair.url, replace(unsound, tokens=8))  # the first penalty takes an engine seconds
+    begun = [asyncio.Event(), asyncio.Event()]
+    streams = [
+        asyncio.create_task(send(pair.client, pair.url, one, begun=event))
+        for one, event in zip((unsound, sound), begun, strict=True)
+    ]
+    async with asyncio.timeout(DEADLINE_S):
+        await asyncio.gather(*(event.wait() for event in begun))
+    state = await pair.read_state()
+    decode = next(seen.name for seen in state.instances if seen.decode_legs == len(streams))
     prefill = next(name for name in await pair.list_instances() if name != decode)
     async with pair.suspend_process(decode):
         waiting = asyncio.create_task(send(pair.client, pair.url, request))
@@ -219,20 +224,6 @@ async def test_streams_of_a_killed_decode_engine_continue_on_another_or_end_in_a
     record_measurement(
         f"flip right after a restart, decision to first correct token: {format_ms(waits_s)} ms"
     )
-
-
-async def wait_for_common_decode(pair: VllmService, streams: list[asyncio.Task[CompletionResponse]]) -> str:
-    """Wait until one instance decodes all of these streams, by its engine's count; return its name."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline_s:
-        ended = [stream.exception() or stream.result() for stream in streams if stream.done()]
-        assert not ended, "a stream ended before all were decoded at once"
-        state = await pair.read_state()
-        busy = [seen.name for seen in state.instances if seen.decode_legs == len(streams)]
-        for name in busy:
-            if await _metric_exceeds(pair, name, "vllm:num_requests_running", len(streams) - 1):
-                return name
-    pytest.fail(f"no instance decodes all streams after {DEADLINE_S:g} s: {state}")
 
 
 async def test_hung_engine_is_ejected_and_serves_again_when_it_responds(

@@ -123,7 +123,9 @@ def test_a_prometheus_without_its_operator_scrapes_engines_routers_and_component
     serving = prometheus.query(f"max by (role) (fulcrum_router_serving_instances{{{SELECTOR}}})")
     assert sum(serving.values()) == INSTANCES
     assert prometheus.query("sum(fulcrum_operator_leader)") == {"": 1}
-    assert prometheus.query(f"count(fulcrum_autoscaler_assigned_instances{{{SELECTOR}}})") == {"": 2}
+    # Counted from the first assignment that the autoscaler reads, which may come after the first scrape.
+    assigned = f"count(fulcrum_autoscaler_assigned_instances{{{SELECTOR}}})"
+    wait_for(lambda: prometheus.query(assigned) == {"": 2}, "the roles of the autoscaler", timeout_s=30)
 
 
 def test_fulcrum_web_shows_a_service_of_the_cluster(
