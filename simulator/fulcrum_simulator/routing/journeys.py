@@ -203,7 +203,6 @@ class _Run:
 
     __slots__ = (
         "_decode_leg",
-        "_leg_tokens",
         "_legs_sent",
         "_on_end",
         "_on_refused",
@@ -245,8 +244,8 @@ class _Run:
         self._decode_leg: SimulatedLeg | None = None
         self._transfer: KvTransfer = NoKvTransfer()
         self._legs_sent = 0
-        self._leg_tokens = self._tokens_before = 0
-        """Tokens of the last decode leg, and of the legs that broke before it."""
+        self._tokens_before = 0
+        """Tokens of the decode legs that broke."""
 
     def act(self, action: Action) -> None:
         """Carry out the next action, and those that follow from it at once."""
@@ -283,7 +282,7 @@ class _Run:
         transfer = self._transfer if self.journey.has_kv else NoKvTransfer()
         limit, output_tokens = self.journey.output_limit, self._request.output_tokens
         output_tokens = output_tokens if limit is None else min(output_tokens, limit)
-        tokens, self._leg_tokens = output_tokens - self._tokens_before, 0
+        tokens = output_tokens - self._tokens_before
         self._decode_leg = leg = self._build_leg(transfer, max_tokens=tokens, is_prefill=False)
         self._open(leg, self.journey.decode_instance)
 
@@ -328,17 +327,21 @@ class _Run:
             self._routing.port.abort(leg, instance)
             self._fail_decode(Failure.LEASE_EXPIRED)
             return
-        if not self._leg_tokens:
+        if not self._count_leg_tokens():
             self.journey.first_byte(leg.last_token_s)
         self.add_tokens(1)
         self._on_token(token._replace(index=token.index + self._tokens_before))
 
     def add_tokens(self, count: int) -> None:
         """Count tokens of the decode leg."""
-        self._leg_tokens += count
         entry = self.journey.decode_entry
         if entry is not None:
             entry.add_tokens(count)
+
+    def _count_leg_tokens(self) -> int:
+        """Return the tokens of the decode leg so far; the ledger's entry counts them."""
+        entry = self.journey.decode_entry
+        return 0 if entry is None else entry.output_tokens
 
     def on_end(self, leg: SimulatedLeg, end: Finished) -> None:
         """Go on after a leg whose engine finished it."""
@@ -381,7 +384,7 @@ class _Run:
 
     def _fail_decode(self, failure: Failure) -> None:
         """Go on after a decode leg that failed; what the client has becomes part of the prompt."""
-        delivered, self._leg_tokens = self._leg_tokens, 0
+        delivered = self._count_leg_tokens()
         self._tokens_before += delivered
         action = self.journey.decode_failed(
             self._routing.port.now_s(),

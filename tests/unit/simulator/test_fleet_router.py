@@ -10,14 +10,16 @@ from fulcrum_simulator.fleet.instance import InstanceOptions, SimulatedInstance
 from fulcrum_simulator.fleet.records import RequestResult
 from fulcrum_simulator.fleet.routed_instance import RoutedInstance
 from fulcrum_simulator.fleet.router import SimulatedRouter
+from fulcrum_simulator.routing import Outcome
 from fulcrum_simulator.workload import WorkloadRequest
 
 WRONG = PrefillModel(c0=0.0, c1=1e-5, c2=0.0)
 """Much too fast."""
 
 
-def build_router(events: EventQueue) -> SimulatedRouter:
-    """Return a router with one instance of each role, whose prompts it expects to take no time."""
+def build_router(events: EventQueue, *, decode: int = 1) -> SimulatedRouter:
+    """Return a router with a prefill instance `p` and decode instances `d0` on, whose prompts it expects to
+    take no time."""
     profile = load_profile("laptop")
     engines = InstanceOptions(profile=profile, step_noise=0.0, lookahead_steps=1)
     peers: dict[str, SimulatedInstance] = {}
@@ -26,7 +28,7 @@ def build_router(events: EventQueue) -> SimulatedRouter:
         RoutedInstance(
             SimulatedInstance(name, engines, events, peers, random.Random(1)), role, WRONG, decode_model
         )
-        for name, role in (("p", Role.PREFILL), ("d", Role.DECODE))
+        for name, role in {"p": Role.PREFILL, **{f"d{n}": Role.DECODE for n in range(decode)}}.items()
     ]
     return SimulatedRouter(events, views, slo=Slo(1.0, 0.05), hop_s=0.001, flips=None)
 
@@ -45,3 +47,22 @@ def test_all_prompts_of_a_queue_are_learned_from() -> None:
     predicted_s = router.fleet["p"].prefill_model.ttft_s(600)
     assert samples == 3  # of eight, eight and four responses
     assert abs(predicted_s / truth.ttft_s(600) - 1) < 0.2
+
+
+def test_only_the_rest_of_an_answer_is_computed_after_its_engine_failed() -> None:
+    events = EventQueue()
+    router = build_router(events, decode=2)
+    ended: list[RequestResult] = []
+    record = RequestResult(WorkloadRequest(0.0, 600, 100))
+    router.serve(record, 0, lambda: ended.append(record))
+    first, second = (router.fleet[name] for name in ("d0", "d1"))
+    while first.ledger.decode_tokens < 600 + 40:
+        events.run_next()
+        router.advance()
+    router.set_serving(first, False)
+    first.instance.fail(1_000.0)
+    while not ended:
+        events.run_next()
+    assert record.outcome is Outcome.OK
+    computed = [view.instance.engine.stats.generation_tokens for view in (first, second)]
+    assert sum(computed) == 100, computed
