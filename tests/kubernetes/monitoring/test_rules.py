@@ -178,7 +178,9 @@ CASES = {
     "FulcrumDrainStuck": gauge("fulcrum_operator_longest_phase_seconds", 1900, 1700, ',phase="Draining"'),
     "FulcrumInstanceEjected": gauge("fulcrum_router_instance_ejected", 1, 0, ',instance="chat-0"'),
     "FulcrumWaitingRoomFull": counter("fulcrum_router_stopped_requests_total", 6, 0, ',reason="full"'),
-    "FulcrumFlapping": Case(flips(6, 6), flips(12, 0)),
+    "FulcrumFlapping": Case(
+        flips(6, 6) | requests(missed_of_100=5), flips(12, 0) | requests(missed_of_100=5)
+    ),
     "FulcrumPredictionsOff": Case(predictions(-0.8, 60), predictions(0.8, 0)),
     "FulcrumAutoscalerBlind": gauge("fulcrum_autoscaler_router_state_age_seconds", 90, 2),
     "FulcrumOperatorWithoutLeader": Case(
@@ -195,6 +197,10 @@ CASES = {
 }
 
 MORE_CASES = {
+    "roles follow a load that moves, and the SLO is met": (
+        "FulcrumFlapping",
+        Case(flips(6, 6) | requests(missed_of_100=5), flips(6, 6) | requests(missed_of_100=0.5)),
+    ),
     "all requests miss an objective of 90 %, whose budget cannot burn 14.4 times too fast": (
         "FulcrumSLOBurnsFast",
         Case(objective(0.9) | requests(missed_of_100=100), objective(0.9) | requests(missed_of_100=50)),
