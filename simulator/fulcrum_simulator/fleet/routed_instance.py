@@ -18,8 +18,8 @@ from fulcrum_simulator.fleet.instance import SimulatedInstance
 class RoutedInstance:
     """Implements `policy.journey.JourneyInstance`.
 
-    It has a `LearningInstance` and is none: in the image that class is compiled, so no class of Python may
-    inherit from it.
+    It holds a `LearningInstance` and does not inherit from it: that class may be compiled, and a class in
+    Python cannot inherit from a compiled one.
     """
 
     __slots__ = (
@@ -72,12 +72,12 @@ class RoutedInstance:
 
     @property
     def prefill_model(self) -> PrefillModel:
-        """Predicted time of a prompt, as learned."""
+        """Predicts the time of a prompt; corrected by responses."""
         return self.learning.prefill_model
 
     @property
     def decode_model(self) -> DecodeModel:
-        """Predicted time of a decode step, as learned."""
+        """Predicts the time of a decode step; corrected by probes."""
         return self.learning.decode_model
 
     def probe(self, now_s: float) -> None:
