@@ -115,7 +115,7 @@ cli: .venv/.cli ## fulcrum and kubectl-fulcrum in .venv/bin, for clusters too
 engine: ## real engines on this machine, once: vLLM, NIXL and LMCache for CPUs, and a tiny model (6 GB)
 	@tools/engine/engine-env $(ARGS)
 
-bench: .venv/.play ## list the measurements; NAME=one ARGS="…" runs one
+bench: $(if $(findstring --compiled,$(ARGS)),.venv/.dev,.venv/.play) ## list the measurements; NAME=one ARGS="…" runs one
 	@tools/bench $(NAME) $(ARGS)
 
 clean: ## remove caches and build leftovers; environments stay

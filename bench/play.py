@@ -143,7 +143,7 @@ def print_verdicts(verdicts: Iterable[Verdict]) -> int:
     listed = list(verdicts)
     print()
     for held, found in listed:
-        print(f"{'ok  ' if held else 'MISS'}  {found}")
+        print(f"{'ok    ' if held else 'MISSED'}  {found}")
     return 0 if all(held for held, _ in listed) else 1
 
 
