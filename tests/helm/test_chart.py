@@ -65,7 +65,11 @@ ALL_VALUES_CHANGED: dict[str, Any] = {
         "tolerations": [{"operator": "Exists"}],
         "extraEnv": [{"name": "PYTHONASYNCIODEBUG", "value": "1"}],
     },
-    "monitoring": {"podMonitors": True, "labels": {"release": "prometheus"}},
+    "monitoring": {
+        "podMonitors": True,
+        "runbookPrefix": "https://git.example/",
+        "labels": {"release": "prometheus"},
+    },
     "tracing": {"endpoint": "http://otel-collector.monitoring:4318", "samplingRatio": 0.1},
 }
 """Each value differs from its default."""
@@ -131,6 +135,14 @@ def test_extra_objects_are_part_of_the_release(render: Renderer) -> None:
 def test_the_prometheus_rule_holds_the_rules_file(render: Renderer) -> None:
     made = render(monitoring={"rules": True}).find("PrometheusRule", "fulcrum")
     assert made["spec"] == yaml.safe_load((CHART / "rules" / "fulcrum.yaml").read_text(encoding="utf-8"))
+
+
+def test_runbooks_of_alerts_are_where_the_chart_is_told(render: Renderer) -> None:
+    prefix = "https://git.example/fulcrum/"
+    made = render(monitoring={"rules": True, "runbookPrefix": prefix}).find("PrometheusRule", "fulcrum")
+    rules = [rule for group in made["spec"]["groups"] for rule in group["rules"] if "alert" in rule]
+    start = f"{prefix}docs/runbooks/Alerts.md#"
+    assert [rule["alert"] for rule in rules if not rule["annotations"]["runbook_url"].startswith(start)] == []
 
 
 @pytest.mark.parametrize(

@@ -104,9 +104,10 @@ def overflow(tokens_of_100: float) -> dict[str, str]:
     }
 
 
-def condition(type_: str, reason: str, value: int) -> dict[str, str]:
+def condition(type_: str, reason: str, value: int = 1, *, values: str = "") -> dict[str, str]:
+    """A condition with this reason, always or with these `values`."""
     series = f'fulcrum_operator_service_condition{{{SERVICE},condition="{type_}",reason="{reason}"}}'
-    return {series: always(value)}
+    return {series: values or always(value)}
 
 
 def gauge(name: str, fires: float, silent: float, labels: str = "") -> Case:
@@ -148,6 +149,18 @@ def two_generations(operator: float, *, active: float, standby: float) -> dict[s
     }
 
 
+def serving(*, before: float, after: float, minutes: int) -> dict[str, str]:
+    """Serving decode instances: `before` since the router began, `after` in the last minutes."""
+    series = f'fulcrum_router_serving_instances{{{SERVICE},role="decode"}}'
+    return {series: f"{before}x{HOURS * 60 - minutes} {after}x{minutes - 1}"}
+
+
+def starting(minutes: int) -> dict[str, str]:
+    """A service that has existed for some minutes, and whose engines have not begun to serve."""
+    series = f'fulcrum_router_serving_instances{{{SERVICE},role="decode"}}'
+    return {series: f"_x{HOURS * 60 - minutes} 0x{minutes}"}
+
+
 def objective(share: float) -> dict[str, str]:
     return {f"fulcrum_operator_slo_objective_ratio{{{SERVICE}}}": always(share)}
 
@@ -155,7 +168,9 @@ def objective(share: float) -> dict[str, str]:
 CASES = {
     "FulcrumSLOBurnsFast": Case(requests(missed_of_100=20), requests(missed_of_100=10)),
     "FulcrumSLOBurnsSlowly": Case(requests(missed_of_100=8), requests(missed_of_100=5)),
-    "FulcrumRoleNotServed": gauge("fulcrum_router_serving_instances", 0, 1, ',role="decode"'),
+    "FulcrumRoleNotServed": Case(
+        serving(before=1, after=0, minutes=5), serving(before=1, after=1, minutes=5)
+    ),
     "FulcrumNoActiveRouter": gauge("fulcrum_router_active", 0, 1),
     "FulcrumRouterFailover": Case(
         {f"fulcrum_router_takeovers_total{{{SERVICE}}}": late(0, 1)},
@@ -197,6 +212,41 @@ CASES = {
 }
 
 MORE_CASES = {
+    "engines of a new service still load their model": (
+        "FulcrumRoleNotServed",
+        Case(starting(60), starting(30)),
+    ),
+    "the router of a new service still starts": (
+        "FulcrumNoActiveRouter",
+        Case(
+            {f"fulcrum_router_active{{{SERVICE}}}": f"1x{HOURS * 60 - 5} 0x4"},
+            condition("Ready", "RouterStarting", values=f"_x{HOURS * 60 - 3} 0x3"),
+        ),
+    ),
+    "the autoscaler does not run": (
+        "FulcrumAutoscalerBlind",
+        Case(
+            condition("Ready", "InstancesServing", 1),
+            condition("Ready", "InstancesServing", 1)
+            | {f"fulcrum_autoscaler_router_state_age_seconds{{{SERVICE}}}": always(2)},
+        ),
+    ),
+    "missing GPUs have an alert of their own": (
+        "FulcrumServiceDegraded",
+        Case(condition("Degraded", "NodeLost", 1), condition("Degraded", "Unschedulable", 1)),
+    ),
+    "the worst cause of a degraded service changes again and again": (
+        "FulcrumServiceDegraded",
+        Case(
+            condition("Degraded", "NodeLost", values="1 stale " * (HOURS * 30) + "1")
+            | condition("Degraded", "EngineStartFailed", values="_ 1 " + "stale 1 " * (HOURS * 30 - 1)),
+            condition("Degraded", "AsExpected", 0),
+        ),
+    ),
+    "only the standby uses an old assignment": (
+        "FulcrumWatchStale",
+        Case(two_generations(7, active=7, standby=6), two_generations(7, active=7, standby=7)),
+    ),
     "roles follow a load that moves, and the SLO is met": (
         "FulcrumFlapping",
         Case(flips(6, 6) | requests(missed_of_100=5), flips(6, 6) | requests(missed_of_100=0.5)),

@@ -35,7 +35,7 @@ def test_each_reason_of_a_condition_says_what_it_means(condition: str) -> None:
 def test_each_alert_has_a_section_in_the_runbook_of_alerts() -> None:
     rules = yaml.safe_load((ROOT / "helm/fulcrum/rules/fulcrum.yaml").read_text(encoding="utf-8"))
     alerts = [rule for group in rules["groups"] for rule in group["rules"] if "alert" in rule]
-    assert [alert["annotations"]["runbook"] for alert in alerts] == [
+    assert [alert["annotations"]["runbook_url"] for alert in alerts] == [
         f"docs/runbooks/Alerts.md#{section.lower()}" for section in list_sections(DOCS / "runbooks/Alerts.md")
     ]
 
