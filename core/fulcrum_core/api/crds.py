@@ -188,7 +188,14 @@ def _translate_keywords(node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def main(arguments: list[str]) -> None:
-    """Write one file per kind into the folder named."""
+    """Write one file per kind into the folder named.
+
+    Raises:
+        SystemExit: with code 2, after a line on standard error, if the arguments are not one folder.
+    """
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        print("usage: python -m fulcrum_core.api.crds DIR", file=sys.stderr)
+        raise SystemExit(2)
     folder = Path(arguments[0])
     folder.mkdir(parents=True, exist_ok=True)
     for kind in KINDS:

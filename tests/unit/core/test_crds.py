@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -9,7 +10,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, Strict
 
 from fulcrum_core.api import KINDS, PDAssignment, PDInstance, PDService, QoSTier, Resource
-from fulcrum_core.api.crds import build_crd, render_crd
+from fulcrum_core.api.crds import build_crd, main, render_crd
 from fulcrum_core.api.env import KEY_ARGUMENT_MESSAGE, TOKEN_ARGUMENT_MESSAGE, TOKEN_LITERAL_MESSAGE
 from fulcrum_core.api.pdservice import FLOORS_TOO_HIGH_MESSAGE, INVALID_NAME_MESSAGE
 from fulcrum_core.api.qostier import (
@@ -182,6 +183,20 @@ def test_crd_is_below_60_kb(kind: type[Resource]) -> None:
 @every_kind
 def test_rendered_yaml_equals_the_built_crd(kind: type[Resource]) -> None:
     assert yaml.safe_load(render_crd(kind)) == build_crd(kind)
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("one", "two")])
+def test_arguments_other_than_one_folder_write_nothing(
+    arguments: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments])
+    assert (ended.value.code, list(tmp_path.iterdir())) == (2, [])
+    assert capsys.readouterr().err == "usage: python -m fulcrum_core.api.crds DIR\n"
 
 
 def test_rules_between_fields_are_in_the_schema() -> None:
