@@ -355,7 +355,7 @@ def web(
 @app.command()
 def flip(
     instance: InstanceArgument,
-    to: Annotated[str, typer.Option(help="New role: prefill or decode.")],
+    to: Annotated[str, typer.Option(help="New role: Prefill or Decode.")],
     pin: Annotated[
         str | None,
         typer.Option(help="Keep the role for this long, e.g. 10m; without it an earlier pin is removed."),

@@ -100,7 +100,7 @@ async def _fetch(options: RegretOptions) -> tuple[Any, str]:
             page = await _read_page(connection, name)
         except RouterUnavailable as error:
             raise InvalidInput("SERVICE", name, f"its router has no recorded requests: {error}") from error
-        return add_spec(page, service.spec), f"router of {name}"
+        return add_spec(page, service.spec), f"the router of {name}"
 
 
 async def _read_page(connection: TargetConnection, service: str) -> Any:

@@ -1,4 +1,4 @@
-"""`fulcrum status`: prints services as `kubectl get pds` does; a single one with instances and conditions.
+"""`fulcrum status`: prints services as a table; a single one with instances and conditions.
 
 `target.snapshot` reads; nothing is changed.
 """
@@ -83,7 +83,7 @@ def _format_snapshots(snapshots: Sequence[ServiceSnapshot], *, now_s: float) -> 
 
 
 def service_table(*snapshots: ServiceSnapshot, now_s: float) -> list[str]:
-    """Return a header and one line for each service, with the columns of `kubectl get pds`."""
+    """Return a header and one line for each service, with the columns of `kubectl get pds` but REASON."""
     head = ("NAME", "MODEL", "ENGINE", "READY", "P", "D", "RATIO", "KV", "SLO", "FLIPS", "AGE")
     return format_columns(head, *(_service_row(snapshot, now_s=now_s) for snapshot in snapshots))
 

@@ -25,7 +25,8 @@ def check_transfer(service: str, state: RouterState | None) -> Finding | None:
     ranked = sorted(state.pairs, key=_sort_key)
     observed = "; ".join(_format_pair(pair) for pair in ranked[:PAIRS_NAMED_MAX])
     if len(ranked) > PAIRS_NAMED_MAX:
-        observed += f"; and {len(ranked) - PAIRS_NAMED_MAX} more"
+        more = len(ranked) - PAIRS_NAMED_MAX
+        observed += f"; and {more} more ({len(ranked)} pairs in all, also of roles not assigned now)"
     if ranked[0].last_reason in KV_TRANSFER_PROBLEMS:
         advice = "see the condition KVTransferVerified, and the logs of both engines in the run's folder"
         return warning(_CHECK, observed, advice, service=service)

@@ -51,9 +51,8 @@ def check_tiers(service: PDService, tiers: Collection[str]) -> Finding:
         advice = f"create it in namespace {service.metadata.namespace}, or remove it from spec.qosTiers"
         return problem(CheckId.TIERS, f"QoSTier not found: {', '.join(missing)}", advice, service=name)
     named = len(service.spec.qos_tiers)
-    return ok(
-        CheckId.TIERS, f"all {named} named tiers exist" if named else "spec.qosTiers names none", service=name
-    )
+    observed = f"all {named} named tiers exist" if named else "the service uses none: spec.qosTiers is empty"
+    return ok(CheckId.TIERS, observed, service=name)
 
 
 def check_floors(
@@ -153,10 +152,9 @@ def check_pairs(
         and not (verdict := can_transfer(known[p], known[d])).allowed
     ]
     pairs = sum(_is_prefill_decode_pair(p, d, assignment) for p, d in permutations(known, 2))
+    counted = f"{format_count(pairs, 'pair')} of the assigned roles"
     if incompatible:
-        observed = (
-            f"{len(incompatible)} of {format_count(pairs, 'pair')} cannot exchange KV; {incompatible[0]}"
-        )
+        observed = f"{len(incompatible)} of {counted} cannot exchange KV; {incompatible[0]}"
         advice = "give all pools the same model, engine image and KV settings"
         all_of_them = len(incompatible) == pairs
         return (problem if all_of_them else warning)(CheckId.PAIRS, observed, advice, service=service_name)
@@ -165,7 +163,7 @@ def check_pairs(
         return warning(
             CheckId.PAIRS, observed, "run this again once they have been verified", service=service_name
         )
-    return ok(CheckId.PAIRS, f"{format_count(pairs, 'pair')}, none incompatible", service=service_name)
+    return ok(CheckId.PAIRS, f"{counted}, none incompatible", service=service_name)
 
 
 def _is_prefill_decode_pair(prefill: str, decode: str, assignment: PDAssignment | None) -> bool:

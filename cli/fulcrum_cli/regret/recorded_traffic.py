@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fulcrum_cli.regret.alternatives import RanAs
 from fulcrum_core.api.pdservice import PDServiceSpec
 from fulcrum_core.errors import InvalidInput
+from fulcrum_core.formatting import format_count
 from fulcrum_core.values import AutoscalingMode, FlipPolicy, Slo
 from fulcrum_simulator.fleet.options import PolicyName
 from fulcrum_simulator.workload import WorkloadRequest
@@ -128,7 +129,8 @@ def parse_page(document: Any, source: str) -> RecordedTraffic:
         raise InvalidInput(source, "requests", f"are not those of a router: {error}") from None
     load = [request for request in recorded if request.outcome not in _UNSCORED]
     if len(load) < _MIN_REQUESTS:
-        raise InvalidInput(source, f"{len(load)} requests", f"are too few: a replay needs {_MIN_REQUESTS}")
+        recorded_count = f"{format_count(len(load), 'request')} recorded"
+        raise InvalidInput(source, recorded_count, f"must have at least {_MIN_REQUESTS} for a replay")
     judged = [request for request in load if request.outcome not in _NOT_JUDGED]
     slo = Slo(page.slo.ttft_s, page.slo.tpot_s)
     return RecordedTraffic(
@@ -144,7 +146,8 @@ def parse_page(document: Any, source: str) -> RecordedTraffic:
 def _find_ran_as(page: _Page, source: str) -> RanAs:
     instances = page.prefill_instances + page.decode_instances
     if instances < 2:
-        raise InvalidInput(source, f"{instances} serving instances", "are too few: a split needs 2")
+        serving = format_count(instances, "serving instance")
+        raise InvalidInput(source, serving, "must have at least 2 for a split")
     spec = page.spec or PDServiceSpec(model=page.service, instances=instances)
     autoscaling = spec.autoscaling
     policy = PolicyName.BALANCED if autoscaling.policy is FlipPolicy.BALANCED else PolicyName.ARROW

@@ -118,7 +118,7 @@ def test_tiers_that_are_missing_are_named() -> None:
     named = service(qosTiers=["gold", "free"])
     assert summarise(check_tiers(named, {"gold"})) == (PROBLEM, "QoSTier not found: free")
     assert summarise(check_tiers(named, {"gold", "free"})) == (OK, "all 2 named tiers exist")
-    assert summarise(check_tiers(service(), ())) == (OK, "spec.qosTiers names none")
+    assert summarise(check_tiers(service(), ())) == (OK, "the service uses none: spec.qosTiers is empty")
 
 
 THREE = [{"name": "flex", "instances": {"min": 3}}]
@@ -180,29 +180,37 @@ ENGINE_MISMATCH = "engine differs: prefill has e:1, decode has e:2"
 @pytest.mark.parametrize(
     ("instances", "roles", "expected"),
     [
-        pytest.param((P, D), PAIR, (OK, "1 pair, none incompatible"), id="equal engines"),
+        pytest.param(
+            (P, D), PAIR, (OK, "1 pair of the assigned roles, none incompatible"), id="equal engines"
+        ),
         pytest.param(
             (P, OTHER_ENGINE),
             PAIR,
-            (PROBLEM, f"1 of 1 pair cannot exchange KV; chat-0 → chat-1: {ENGINE_MISMATCH}"),
+            (
+                PROBLEM,
+                f"1 of 1 pair of the assigned roles cannot exchange KV; chat-0 → chat-1: {ENGINE_MISMATCH}",
+            ),
             id="no compatible pair",
         ),
         pytest.param(
             (P, OTHER_ENGINE, instance("chat-2", role="Decode")),
             assignment(chat_0="Prefill", chat_1="Decode", chat_2="Decode"),
-            (WARNING, f"1 of 2 pairs cannot exchange KV; chat-0 → chat-1: {ENGINE_MISMATCH}"),
+            (
+                WARNING,
+                f"1 of 2 pairs of the assigned roles cannot exchange KV; chat-0 → chat-1: {ENGINE_MISMATCH}",
+            ),
             id="one compatible pair",
         ),
         pytest.param(
             (instance("chat-0", tensorParallel=2), D),
             assignment(chat_0="Decode", chat_1="Prefill"),
-            (OK, "1 pair, none incompatible"),
+            (OK, "1 pair of the assigned roles, none incompatible"),
             id="compatible in the direction that is used",
         ),
         pytest.param(
             (instance("chat-0", tensorParallel=2), D),
             assignment(chat_1="Prefill"),
-            (OK, "1 pair, none incompatible"),
+            (OK, "1 pair of the assigned roles, none incompatible"),
             id="an instance without a role decodes for one that prefills",
         ),
         pytest.param(

@@ -138,10 +138,13 @@ def test_a_service_with_mode_direct_is_compared_with_mode_queue() -> None:
             page(request(0, output_tokens=-1)), "page (requests.0.2)", id="a negative number of tokens"
         ),
         pytest.param(page(request(0, arrival_s=float("inf"))), "page (requests.0.0)", id="no finite time"),
-        pytest.param(page(request(0)), "page (1 requests) are too few: a replay needs 20", id="one request"),
+        pytest.param(
+            page(request(0)), "page (1 request recorded) must have at least 20 for a replay", id="one request"
+        ),
+        pytest.param(page(), "page (0 requests recorded) must have at least 20 for a replay", id="none"),
         pytest.param(
             page(*ok_requests(), decode_instances=0, prefill_instances=1),
-            "page (1 serving instances) are too few: a split needs 2",
+            "page (1 serving instance) must have at least 2 for a split",
             id="one instance",
         ),
     ],
