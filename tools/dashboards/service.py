@@ -211,8 +211,8 @@ def _work() -> list[Panel]:
         ),
         lines(
             "Share of prompts on CPUs",
-            "Of the prompt tokens, only with a pool of CPUs beside accelerators. At the line "
-            "FulcrumCPUPrefill fires after a while: accelerators are missing.",
+            "Of the prompt tokens, only with a pool of CPUs beside GPUs. At the line "
+            "FulcrumCPUPrefill fires after a while: GPUs are missing.",
             [Query(f"{_OVERFLOW} / ({_PROMPT_TOKENS} > 0)", "CPUs")],
             unit="percentunit",
             limit=0.05,

@@ -64,8 +64,12 @@ class Newcomer:
         self.outputs[command] = done.stdout
 
     def _adapt(self, command: str) -> str:
-        """Put in this cluster's image, the folder of the manifest, and the port of the port-forward."""
-        command = command.replace("registry.example/fulcrum", REPOSITORY).replace("tag=0.1", f"tag={TAG}")
+        """Put in this cluster's image, the folder of the manifest, and the port of the port-forward.
+
+        All versions that the pages name are the one image that was built.
+        """
+        command = command.replace("registry.example/fulcrum", REPOSITORY)
+        command = re.sub(r"\btag=0\.\d+", f"tag={TAG}", command)
         command = command.replace("chat.yaml", str(self._folder / "chat.yaml"))
         return command.replace("localhost:8000", f"localhost:{self.clients_port}")
 
