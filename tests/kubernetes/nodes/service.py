@@ -6,7 +6,7 @@ import http.client
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from tests.kubernetes.nodes.pods import Pod, list_pods
@@ -188,10 +188,17 @@ class DeployedService:
             return response.readline().startswith(b"data: {")
 
     @contextlib.contextmanager
-    def stream(self, node: str, *, tokens: int) -> Iterator[http.client.HTTPResponse]:
+    def stream(
+        self,
+        node: str,
+        *,
+        tokens: int,
+        headers: Mapping[str, str] | None = None,
+        statuses: Collection[int] = (200,),
+    ) -> Iterator[http.client.HTTPResponse]:
         """Request a streamed completion at the Service's address, from the network of `node`.
 
-        LookupError if the status is not 200.
+        LookupError if the status is not one of `statuses`.
         """
         body = json.dumps({"model": MODEL, "prompt": "Hello", "max_tokens": tokens, "stream": True})
         address = self.address()
@@ -199,9 +206,10 @@ class DeployedService:
             connection = http.client.HTTPConnection(address, 80, timeout=5)
             connection.connect()
         with contextlib.closing(connection):
-            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            sent = {"Content-Type": "application/json", **(headers or {})}
+            connection.request("POST", "/v1/completions", body, sent)
             response = connection.getresponse()
-            if response.status != 200:
+            if response.status not in statuses:
                 raise LookupError(f"{response.status} {response.read()[:200]!r}")
             yield response
 
