@@ -70,12 +70,13 @@ class DeployedService:
     def restore_spec(self) -> None:
         """Set what tests change to the values of a service made from MANIFEST, not to earlier values.
 
-        These are instances, pools, SLO, autoscaling mode, flip strategy and engine arguments. Other fields
-        keep their values, also the image.
+        These are instances, pools, SLO, QoS tiers, admission, autoscaling mode, flip strategy and engine
+        arguments. Other fields keep their values, also the image.
         """
         autoscaling = {"mode": "Auto", "flip": {"strategy": "Auto"}}
         spec = {"instances": INSTANCES, "autoscaling": autoscaling, "engine": {"args": []}}
-        self.patch("pdservices", {"spec": {**spec, "pools": None, "slo": None}})
+        absent = {"pools": None, "slo": None, "qosTiers": None, "router": {"admission": None}}
+        self.patch("pdservices", {"spec": {**spec, **absent}})
 
     def read_assignment_entries(self) -> dict[str, Object]:
         """Return the entry of each instance in the PDAssignment's spec, by name."""

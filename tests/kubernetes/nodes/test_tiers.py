@@ -67,7 +67,7 @@ def read_tier(state: StatePort, name: str) -> TierState:
 def tiered(cluster: Cluster, service: DeployedService) -> Iterator[DeployedService]:
     """The service, without tiers before and afterwards."""
     yield service
-    service.patch("pdservices", {"spec": {"qosTiers": None, "router": {"admission": None}}})
+    service.restore_spec()
     cluster.kubectl("delete", "qostier", "--ignore-not-found", *TIER_NAMES)
 
 
