@@ -50,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     cache = find_cache()
     build_programs(harness, cache)
-    ours = describe_fulcrum(Path(sys.executable), port=7901, compiled=options.compiled)
+    compiled = compile_packages() if options.compiled else None
+    ours = describe_fulcrum(Path(sys.executable), port=7901, compiled=compiled)
     other = {}
     if options.against is None:
         _install_vllm_router(cache)
@@ -133,10 +134,10 @@ def _run(
     return results
 
 
-def describe_fulcrum(python: Path, *, port: int, compiled: bool = False) -> dict[str, Any]:
+def describe_fulcrum(python: Path, *, port: int, compiled: Path | None = None) -> dict[str, Any]:
     """Describe to the harness the router of the checkout to which this interpreter's environment belongs.
 
-    With `compiled` the data path of this checkout is compiled, for this interpreter.
+    `compiled` is a folder with both packages compiled for this interpreter, which then run instead.
     """
 
     def endpoints(ports: Sequence[int]) -> str:
@@ -144,7 +145,7 @@ def describe_fulcrum(python: Path, *, port: int, compiled: bool = False) -> dict
 
     static = ["--static", f"prefill={endpoints(PREFILL)}", f"decode={endpoints(DECODE)}"]
     command = [str(python), "-m", "fulcrum_router", "--service", "mock", "--port", str(port), *static]
-    environment = {"PYTHONPATH": str(compile_packages())} if compiled else {}
+    environment = {"PYTHONPATH": str(compiled)} if compiled else {}
     return {"port": port, "cmd": [command], "env": environment}
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.router import FULCRUM, build_programs, describe_fulcrum, find_cache, find_harness
+from tools.compiled.build import compile_packages
 
 PEERS = {
     "vllm-router-pd": ("venv-vr", "vllm-router==0.1.17"),
@@ -86,7 +87,8 @@ def _run(
 ) -> list[dict[str, Any]]:
     logs, out, described = cache / "logs", cache / "latency.json", cache / "latency_systems.py"
     (logs / "scratch" / "router" / "logs").mkdir(parents=True, exist_ok=True)  # for Envoy's configuration
-    ours = describe_fulcrum(Path(sys.executable), port=7901, compiled=options.compiled)
+    compiled = compile_packages() if options.compiled else None
+    ours = describe_fulcrum(Path(sys.executable), port=7901, compiled=compiled)
     peers = (harness / "suts.py").read_text(encoding="utf-8")
     described.write_text(f"{peers}\nSUTS[{FULCRUM!r}] = {ours!r}\n", encoding="utf-8")
     command = [
