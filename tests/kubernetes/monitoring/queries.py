@@ -29,14 +29,13 @@ RIGHTLY_EMPTY = {
 """Panels that may have no data in the scenario, and why."""
 GRAFANA_VALUES = {
     "__rate_interval": "10s",
-    "__range": "60s",
     "namespace": "default",
     "service": "play",
     "price": "2.50",
     "tier": ".*",
     "instance": ".*",
 }
-"""Values of Grafana's variables, longer names first where one begins another."""
+"""Values of Grafana's variables but the time range, longer names first where one begins another."""
 SERIES_MAX, SERIES_OF_INSTANCE_MAX = 400, 150
 """Most of our series of one service, and of one of its instances."""
 
@@ -49,9 +48,9 @@ class PanelQuery(NamedTuple):
     expr: str
 
 
-def list_queries(values: Mapping[str, str] = GRAFANA_VALUES) -> list[PanelQuery]:
-    """List the queries of all dashboards; `values` go before those that the scenario needs."""
-    values = {**GRAFANA_VALUES, **values}
+def list_queries(*, time_range: str = "60s") -> list[PanelQuery]:
+    """List the queries of all dashboards, with `time_range` for the range that a person chose."""
+    values = {"__range": time_range, **GRAFANA_VALUES}
     found: list[PanelQuery] = []
     for file in DASHBOARDS:
         dashboard = json.loads(file.read_text(encoding="utf-8"))

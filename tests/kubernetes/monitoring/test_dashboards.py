@@ -89,7 +89,7 @@ async def test_a_prometheus_that_is_empty_or_restarts_answers_every_query(tmp_pa
 def test_a_panel_shows_the_value_that_it_names(
     panel: str, series: dict[str, str], samples: dict[str, float], tmp_path: Path
 ) -> None:
-    (query,) = (query for query in list_queries({"__range": "24h"}) if query.panel == panel)
+    (query,) = (query for query in list_queries(time_range="24h") if query.panel == panel)
     expected = [{"labels": labels, "value": value} for labels, value in samples.items()]
     selector = 'namespace="default",service="play"'
     test = {
