@@ -205,8 +205,8 @@ async def test_streams_of_a_killed_decode_engine_continue_on_another_or_end_in_a
     async with asyncio.timeout(DEADLINE_S):
         await asyncio.gather(*(event.wait() for event in begun))
     state = await pair.read_state()
-    decode = next(seen.name for seen in state.instances if seen.decode_legs == len(streams))
-    prefill = next(name for name in await pair.list_instances() if name != decode)
+    [decode] = [seen.name for seen in state.instances if seen.decode_legs == len(streams)]
+    [prefill] = [name for name in await pair.list_instances() if name != decode]
     async with pair.suspend_process(decode):
         waiting = asyncio.create_task(send(pair.client, pair.url, request))
         await pair.wait_until(lambda: _has_decode_requests(pair, decode, 3))
