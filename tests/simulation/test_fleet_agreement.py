@@ -55,7 +55,7 @@ def run_fleet(load: Sequence[WorkloadRequest]) -> tuple[float, float, float]:
 @pytest.mark.parametrize(
     "load", [tuple(steady_scenario(1).load)[:150], tuple(moving_scenario(2, "Off").load)[:300]]
 )
-def test_the_fleet_and_the_control_loop_agree_within_five_per_cent_and_points(
+def test_latencies_agree_within_5_per_cent_and_attainment_within_5_points(
     load: Sequence[WorkloadRequest],
 ) -> None:
     *times, attainment = run_fleet(load)

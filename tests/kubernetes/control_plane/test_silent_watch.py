@@ -19,10 +19,10 @@ from tools.kubernetes.cluster import Cluster
 
 NOTICED_WITHIN_S = 30.0
 
-Meanwhile = Callable[[Callable[[], set[str]]], Awaitable[None]]
-"""What the test does meanwhile; its argument returns the names of the services seen so far."""
-Follow = Callable[[str, str, Meanwhile], Awaitable[None]]
-"""Follows the services of a namespace through an API server until the test is done."""
+Steps = Callable[[Callable[[], set[str]]], Awaitable[None]]
+"""The steps of the test; their argument returns the names of the services seen so far."""
+Follower = Callable[[str, str, Steps], Awaitable[None]]
+"""Follows the services of a namespace through an API server until the steps are done."""
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def address(control_plane: Cluster, relay: SilentRelay, tmp_path: Path) -> str:
     return f"kubeconfig:{config}"
 
 
-async def follow_with_operator(address: str, namespace: str, meanwhile: Meanwhile) -> None:
+async def follow_with_operator(address: str, namespace: str, steps: Steps) -> None:
     """Follow the services of a namespace as the operator does."""
     cache, stop = ObjectCache(lambda _key: None), asyncio.Event()
     feed = KopfFeed(resolve_client_config(address), cache, namespace=namespace)
@@ -50,19 +50,19 @@ async def follow_with_operator(address: str, namespace: str, meanwhile: Meanwhil
         feed.run(stop, on_started=lambda: None, on_object_listed=lambda: None)
     )
     try:
-        await meanwhile(lambda: {key.name for key in cache.list_services()})
+        await steps(lambda: {key.name for key in cache.list_services()})
     finally:
         stop.set()
         await running
 
 
-async def follow_with_informer(address: str, namespace: str, meanwhile: Meanwhile) -> None:
+async def follow_with_informer(address: str, namespace: str, steps: Steps) -> None:
     """Follow the services of a namespace as routers and the autoscaler do."""
     async with open_store(address) as store:
         informer = Informer(store, PDService, namespace=namespace)
         running = asyncio.get_running_loop().create_task(informer.run())
         try:
-            await meanwhile(lambda: set(informer.objects))
+            await steps(lambda: set(informer.objects))
         finally:
             running.cancel()
             await asyncio.wait([running])
@@ -70,7 +70,7 @@ async def follow_with_informer(address: str, namespace: str, meanwhile: Meanwhil
 
 @pytest.mark.parametrize("follow", [follow_with_operator, follow_with_informer])
 async def test_a_silent_watch_is_noticed_within_half_a_minute(
-    control_plane: Cluster, namespace: str, relay: SilentRelay, address: str, follow: Follow
+    control_plane: Cluster, namespace: str, relay: SilentRelay, address: str, follow: Follower
 ) -> None:
     api = NamespaceClient(control_plane, namespace)
 

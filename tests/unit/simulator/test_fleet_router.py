@@ -18,8 +18,10 @@ WRONG = PrefillModel(c0=0.0, c1=1e-5, c2=0.0)
 
 
 def build_router(events: EventQueue, *, decode: int = 1) -> SimulatedRouter:
-    """Return a router with a prefill instance `p` and decode instances `d0` on, whose prompts it expects to
-    take no time."""
+    """Return a router with a prefill instance `p` and decode instances `d0` on.
+
+    It expects the prompts on all of them to take almost no time.
+    """
     profile = load_profile("laptop")
     engines = InstanceOptions(profile=profile, step_noise=0.0, lookahead_steps=1)
     peers: dict[str, SimulatedInstance] = {}

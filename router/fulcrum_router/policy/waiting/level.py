@@ -287,7 +287,8 @@ class Level:
         lines.counters.forget_idle(lines.tenants)
 
     def record_departure(self, departed_s: float, work_s: float) -> None:
-        """A request of this level left, with prefill work of `work_s`; all that have left so far, of whatever
-        level, had `departed_s`.
+        """Record that a request with prefill work of `work_s` left this level.
+
+        `departed_s` is the work of all requests that have left so far, of whatever level.
         """
         self.due_at_s = departed_s + AGEING_FACTOR * (work_s if work_s < math.inf else 0.0)
