@@ -7,14 +7,12 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from prometheus_client import (
-    CollectorRegistry,
-    ProcessCollector,
-)
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from fulcrum_core.values import Role
+from fulcrum_router.control.process_metrics import ProcessMetrics
 from fulcrum_router.control.tier_metrics import (
     add_histogram,
     build_admission_families,
@@ -152,7 +150,7 @@ def build_registry(router: Router) -> CollectorRegistry:
     """Build the registry of one router, with the metrics of its process."""
     registry = CollectorRegistry()
     registry.register(RouterCollector(router))
-    ProcessCollector(registry=registry)
+    registry.register(ProcessMetrics())
     return registry
 
 
