@@ -80,7 +80,7 @@ class RouterClient(Protocol):
         ...
 
     async def wait_for_flip_request(self, *, after: int, timeout_s: float) -> FlipRequest | None:
-        """Return the first flip request with a sequence number above `after`; None after `timeout_s`.
+        """Return the last flip request, if its sequence number is above `after`; None after `timeout_s`.
 
         Raises:
             RouterUnavailable: if there is no usable response.
@@ -131,20 +131,24 @@ class ServiceAutoscaler:
         )
 
     async def handle_next_flip_request(self, after: int) -> int:
-        """Wait for a flip request with a sequence number above `after`, handle it, return the next `after`.
+        """Wait for flip requests with sequence numbers above `after`, handle them, return the next `after`.
 
-        Flip requests that the router sent before it had applied a flip are skipped: one burst of client
-        requests must not flip one instance for each of them.
+        If the last one causes no flip, the one for the other role is handled, too. Flip requests that the
+        router sent before it had applied a flip are skipped: one burst of client requests must not flip one
+        instance for each of them.
         """
         request = await self._router.wait_for_flip_request(after=after, timeout_s=FLIP_REQUEST_POLL_S)
         if request is None:  # a restarted router numbers its flip requests from 0 again
             return min(after, (await self._router.get_state(min_generation=0, timeout_s=0)).flip_request_seq)
-        decision = await self.handle_flip_request(request)
-        if decision.action is DecisionAction.FLIP:
-            state = await self._router.get_state(
-                min_generation=decision.generation + 1, timeout_s=ACKNOWLEDGEMENT_TIMEOUT_S
-            )
-            return max(request.seq, state.flip_request_seq)
+        for unread in (request, request.other):
+            if unread is None:
+                continue
+            decision = await self.handle_flip_request(unread)
+            if decision.action is DecisionAction.FLIP:
+                state = await self._router.get_state(
+                    min_generation=decision.generation + 1, timeout_s=ACKNOWLEDGEMENT_TIMEOUT_S
+                )
+                return max(request.seq, state.flip_request_seq)
         await asyncio.sleep(REFUSAL_PAUSE_S)
         return request.seq
 

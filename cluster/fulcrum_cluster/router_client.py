@@ -87,7 +87,7 @@ class HttpRouterClient:
         return _parse_response(RouterState, response)
 
     async def wait_for_flip_request(self, *, after: int, timeout_s: float) -> FlipRequest | None:
-        """Return the first flip request with a number above `after`; None if there is none in `timeout_s`.
+        """Return the last flip request, if its number is above `after`; None if there is none in `timeout_s`.
 
         Raises:
             RouterUnavailable: as `get_state`.

@@ -221,3 +221,8 @@ class FlipRequest(_WireModel):
     seq: int
     role: Role
     reason: str
+    other: "FlipRequest | None" = Field(
+        default=None,
+        description="Newest flip request for the other role, which the poll has not returned yet; "
+        "None: there is none, or an older router.",
+    )

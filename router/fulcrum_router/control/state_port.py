@@ -2,8 +2,8 @@
 
 Both paths are long polls. `/state?min_generation=N` waits until the router dispatches by generation N of the
 PDAssignment, and responds with the present state if it does not within `timeout_s`. `/flip-requests?after=N`
-waits for a flip request after number N, and responds 204 if there is none. `server` opens the port; the
-readers use `fulcrum_cluster.router_client`. Nothing can be changed here.
+waits for a flip request after number N, and responds with the newest for each role, or 204 if there is none.
+`server` opens the port; the readers use `fulcrum_cluster.router_client`. Nothing can be changed here.
 """
 
 import math

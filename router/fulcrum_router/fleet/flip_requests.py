@@ -1,4 +1,4 @@
-"""Two values that others wait for: the applied PDAssignment generation, and the last flip request.
+"""What others wait for: the applied PDAssignment generation, and flip requests.
 
 The state port's long polls wait for both. A request that asks for a flip waits a moment for the next
 generation; how long is decided by its journey (`policy.journey`).
@@ -12,6 +12,7 @@ import time
 
 from fulcrum_core.router_state import FlipRequest
 from fulcrum_core.values import Role
+from fulcrum_router.policy.flip_requests import NewestFlipRequests
 
 
 class Notifier:
@@ -71,24 +72,32 @@ class AppliedAssignment:
 
 
 class FlipRequests:
-    """Flip requests for the autoscaler, which reads the last one by a long poll of the state port."""
+    """Flip requests for the autoscaler, which reads the newest for each role by a long poll."""
 
     def __init__(self) -> None:
-        self.last: FlipRequest | None = None
+        self._newest = NewestFlipRequests()
         self._submitted = Notifier()
+
+    @property
+    def last(self) -> FlipRequest | None:
+        """The last flip request; None: none yet."""
+        return self._newest.last
 
     @property
     def seq(self) -> int:
         """Number of the last flip request; 0: none yet."""
-        return self.last.seq if self.last else 0
+        return self._newest.seq
 
     def submit(self, role: Role, reason: str) -> None:
         """Publish a flip request."""
-        self.last = FlipRequest(seq=self.seq + 1, role=role, reason=reason)
+        self._newest.submit(role, reason)
         self._submitted.notify_all()
 
     async def wait_after(self, seq: int, timeout_s: float) -> FlipRequest | None:
-        """Wait for a flip request after number `seq`, return the last; None if `timeout_s` passes first."""
+        """Wait for flip requests after number `seq`; None if `timeout_s` passes first.
+
+        Returns the last one, with the newest for the other role if that is after `seq`, too.
+        """
         if self.seq <= seq:
             await self._submitted.wait(timeout_s)
-        return self.last if self.seq > seq else None
+        return self._newest.find_after(seq)

@@ -1,9 +1,9 @@
 """The simulated autoscaler: the shipped flip policy at ticks and on flip requests, late by a stated time.
 
 It follows the shipped control loop: flip requests from before a flip are skipped, and a refused flip request
-is followed by a short pause. The router's state is read at a tick or a flip request, and the policy decides
-`state_age_s` later. The router applies a written flip after `flip_latency_s`. `run` starts it, except for
-policies that are planners.
+is followed by the newest for the other role, if there is one, and then by a short pause. The router's state
+is read at a tick or a flip request, and the policy decides `state_age_s` later. The router applies a written
+flip after `flip_latency_s`. `run` starts it, except for policies that are planners.
 """
 
 from collections.abc import Callable, Collection
@@ -81,9 +81,9 @@ class SimulatedAutoscaler:
     # Flip requests
 
     def _read_flip_request(self) -> None:
-        """Handle the last flip request, if it is new and no other one is being handled."""
-        request = self._router.flip_request
-        if self._handling or request is None or request.seq <= self._handled_seq:
+        """Handle the new flip requests, unless others are being handled."""
+        request = self._router.flip_requests.find_after(self._handled_seq)
+        if self._handling or request is None:
             return
         self._handling = True
         self._schedule(self._state_age_s, partial(self._decide_on_request, request, self._router.report()))
@@ -96,14 +96,18 @@ class SimulatedAutoscaler:
         if decision.action is DecisionAction.FLIP:
             wait_s = min(self._flip_latency_s, ACKNOWLEDGEMENT_TIMEOUT_S)
             self._schedule(wait_s, partial(self._finish_request, skip_all=True))
+            return
+        self._handled_seq = max(self._handled_seq, request.seq)
+        if request.other is not None:
+            report = self._router.report()
+            self._schedule(self._state_age_s, partial(self._decide_on_request, request.other, report))
         else:
-            self._handled_seq = request.seq
             self._schedule(REFUSAL_PAUSE_S, partial(self._finish_request, skip_all=False))
 
     def _finish_request(self, *, skip_all: bool) -> None:
         """Wait for the next flip request; after a flip, skip those that were sent before it."""
-        if skip_all and self._router.flip_request is not None:
-            self._handled_seq = self._router.flip_request.seq
+        if skip_all:
+            self._handled_seq = self._router.flip_requests.seq
         self._handling = False
         self._read_flip_request()
 

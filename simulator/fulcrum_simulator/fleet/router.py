@@ -15,10 +15,11 @@ from types import MappingProxyType
 
 from fulcrum_core.api.pdassignment import PDAssignmentSpec
 from fulcrum_core.api.router import TimeoutsSpec
-from fulcrum_core.router_state import FlipRequest, RouterState
+from fulcrum_core.router_state import RouterState
 from fulcrum_core.values import AdmissionMode, Slo
 from fulcrum_router.policy import FlipProposal, FlipProposalRules, PairKey, TransferOutcome, TransferPairs
 from fulcrum_router.policy.faults.failures import Failure
+from fulcrum_router.policy.flip_requests import NewestFlipRequests
 from fulcrum_router.policy.intervals import CANARY_IDLE_S, PROBE_INTERVAL_S
 from fulcrum_router.policy.journey import JourneyContext
 from fulcrum_router.policy.prefix_index import NO_PREFIX
@@ -88,7 +89,7 @@ class SimulatedRouter:
         self.events, self.slo, self.hop_s = events, slo, hop_s
         self.fleet = RoutedFleet(instances)
         self.generation = 1
-        self.flip_request: FlipRequest | None = None
+        self.flip_requests = NewestFlipRequests()
         self.samples: list[Sample] = []
         """The fleet once a second."""
         self.on_flip_request: Callable[[], None] = lambda: None
@@ -197,7 +198,7 @@ class SimulatedRouter:
     def report(self) -> RouterState:
         """Return the state that the autoscaler reads."""
         self.advance()
-        request, now_s = self.flip_request, self.events.now_s
+        request, now_s = self.flip_requests.last, self.events.now_s
         return RouterState(
             service="simulated",
             generation=self.generation,
@@ -212,7 +213,7 @@ class SimulatedRouter:
                 for view in self.fleet.instances
             ),
             flip_request_role=request.role if request else None,
-            flip_request_seq=request.seq if request else 0,
+            flip_request_seq=self.flip_requests.seq,
             prediction_error=None,
             local_prefills=0,
             tiers=(),
@@ -320,8 +321,7 @@ class SimulatedRouter:
 
     def ask_for_flip(self, proposal: FlipProposal) -> None:
         """See `RoutingPort`."""
-        seq = self.flip_request.seq if self.flip_request else 0
-        self.flip_request = FlipRequest(seq=seq + 1, role=proposal.role, reason=proposal.reason)
+        self.flip_requests.submit(proposal.role, proposal.reason)
         self.on_flip_request()
 
     def record_leg(self, leg: SimulatedLeg, instance: RoutedInstance, failure: Failure | None) -> None:

@@ -328,7 +328,7 @@ class _Simulation:
 
     def _build_result(self, last_arrival_s: float) -> RunResult:
         self._router.advance()
-        autoscaler, request = self._autoscaler, self._router.flip_request
+        autoscaler = self._autoscaler
         times = [instance.busy_s for instance in self._instances]
         return RunResult(
             options=self._options,
@@ -340,7 +340,7 @@ class _Simulation:
             flips=tuple(autoscaler.flips) if autoscaler else (),
             samples=tuple(self._router.samples),
             refused_flips=autoscaler.refused if autoscaler else 0,
-            flip_requests=request.seq if request else 0,
+            flip_requests=self._router.flip_requests.seq,
             engine_failures=self._engine_failures,
             failed_transfers=sum(instance.failed_transfers for instance in self._instances),
             preemptions=sum(instance.engine.stats.preemptions for instance in self._instances),

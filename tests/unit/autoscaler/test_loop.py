@@ -374,6 +374,46 @@ async def test_a_flip_satisfies_all_flip_requests_sent_before_its_acknowledgemen
     assert (await setup.read_assignment()).spec.roles["chat-1"].role is Role.PREFILL
 
 
+FOR_BOTH_ROLES = FlipRequest(
+    seq=6,
+    role=Role.DECODE,
+    reason="ITL 120 ms",
+    other=FlipRequest(seq=5, role=Role.PREFILL, reason="TTFT 2 s"),
+)
+
+
+async def test_a_refused_flip_request_does_not_hide_the_one_for_the_other_role(
+    setup: AutoscalerSetup,
+) -> None:
+    await setup.create_objects()
+    setup.router.instances = (prefill("chat-0", 2.0), decode("chat-1", 0.01), decode("chat-2", 0.01))
+    roles = {"spec": {"roles": {"chat-1": {"role": "Decode"}}}}
+    await setup.store.patch(PDAssignment, "chat", roles, namespace="default")
+    await setup.refresh_assignment()
+    setup.router.seq_at_acknowledgement = 9
+    setup.router.flip_requests.put_nowait(FOR_BOTH_ROLES)
+    assert await setup.autoscaler.handle_next_flip_request(4) == 9
+    decisions = [(decision.action, decision.to) for decision in setup.history.recent(10)]
+    assert decisions == [(DecisionAction.REFUSE, None), (DecisionAction.FLIP, Role.PREFILL)]
+
+
+async def test_a_flip_satisfies_the_flip_request_for_the_other_role_as_well(setup: AutoscalerSetup) -> None:
+    await setup.create_objects()
+    setup.router.seq_at_acknowledgement = 9
+    setup.router.flip_requests.put_nowait(FOR_BOTH_ROLES)
+    assert await setup.autoscaler.handle_next_flip_request(4) == 9
+    decisions = [(decision.action, decision.to) for decision in setup.history.recent(10)]
+    assert decisions == [(DecisionAction.FLIP, Role.DECODE)]
+
+
+@pytest.mark.looptime
+async def test_after_two_refused_flip_requests_the_next_poll_begins_after_both() -> None:
+    setup = await AutoscalerSetup(LoopClock(NOW_S)).create_objects(mode="Off")
+    setup.router.flip_requests.put_nowait(FOR_BOTH_ROLES)
+    assert await setup.autoscaler.handle_next_flip_request(4) == 6
+    assert [decision.action for decision in setup.history.recent(10)] == [DecisionAction.HOLD] * 2
+
+
 @pytest.mark.parametrize(
     ("seq", "next_after"),
     [

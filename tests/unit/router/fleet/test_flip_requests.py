@@ -49,3 +49,17 @@ async def test_a_flip_request_wakes_the_long_poll_and_gets_the_next_number() -> 
     flip_requests.submit(Role.PREFILL, "SLO missed")
     assert await poll == FlipRequest(seq=1, role=Role.PREFILL, reason="SLO missed")
     assert await flip_requests.wait_after(1, 0.0) is None
+
+
+async def test_a_flip_request_for_one_role_does_not_replace_that_for_the_other() -> None:
+    flip_requests = FlipRequests()
+    for role, reason in ((Role.PREFILL, "old"), (Role.PREFILL, "queue"), (Role.DECODE, "long context")):
+        flip_requests.submit(role, reason)
+    for_prefill = FlipRequest(seq=2, role=Role.PREFILL, reason="queue")
+    for_decode = FlipRequest(seq=3, role=Role.DECODE, reason="long context")
+    assert [await flip_requests.wait_after(seq, 0.0) for seq in range(4)] == [
+        for_decode.model_copy(update={"other": for_prefill}),
+        for_decode.model_copy(update={"other": for_prefill}),
+        for_decode,
+        None,
+    ]
