@@ -12,8 +12,11 @@ from fulcrum_core.values import Role, Slo
 from fulcrum_router.control.metrics import build_registry
 from fulcrum_router.counters import TTFT_BUCKETS_S, RequestOutcome
 from fulcrum_router.fleet.instances import Instance
-from fulcrum_router.policy import PairKey, TransferOutcome
-from fulcrum_router.policy.journey import LocalPrefillReason
+from fulcrum_router.http1.failures import LegFailed
+from fulcrum_router.observe.outliers import ERROR_RATE
+from fulcrum_router.policy import PairKey, PredictedTtft, TransferOutcome
+from fulcrum_router.policy.faults.failures import Failure
+from fulcrum_router.policy.journey import LocalPrefillReason, StopReason
 from fulcrum_router.policy.tiers.tenant_counts import OTHERS
 from fulcrum_router.policy.tiers.tier_reserve import Reserve
 from fulcrum_router.router import Router
@@ -110,6 +113,68 @@ def test_failures_are_counted_by_reason() -> None:
         "generation": got["fulcrum_router_assignment_generation", ()],
         "error": got["fulcrum_router_ttft_prediction_error_ratio", (("part", "prefill_leg"),)],
     } == {"retry": 1, "local": 2, "flips": 3, "generation": 7, "error": 1.0}
+
+
+def test_legs_that_failed_and_stopped_requests_are_counted_by_reason() -> None:
+    router = Router()
+    router.fleet.add(Instance("p1"))
+    for phase, failed in (
+        ("prefill", LegFailed(Failure.REFUSED, "no listener")),
+        ("prefill", LegFailed(Failure.STATUS, "busy", status=503)),
+        ("decode", LegFailed(Failure.CLOSED, "end of stream")),
+    ):
+        router.record_leg_failure(router.fleet["p1"], phase, failed)
+    router.counters.stopped_requests[StopReason.QUERY_OF_DEATH] += 2
+    prefill, decode = ("phase", "prefill"), ("phase", "decode")
+    families = {f"fulcrum_router_{name}_total" for name in ("legs", "leg_failures", "stopped_requests")}
+    assert {key: value for key, value in samples(router).items() if key[0] in families} == {
+        ("fulcrum_router_legs_total", (("outcome", "refused"), prefill)): 1,
+        ("fulcrum_router_legs_total", (("outcome", "status"), prefill)): 1,
+        ("fulcrum_router_legs_total", (("outcome", "closed"), decode)): 1,
+        ("fulcrum_router_leg_failures_total", (("cause", "network"), prefill)): 1,
+        ("fulcrum_router_leg_failures_total", (("cause", "load"), prefill)): 1,
+        ("fulcrum_router_leg_failures_total", (("cause", "engine"), decode)): 1,
+        ("fulcrum_router_stopped_requests_total", (("reason", "query_of_death"),)): 2,
+    }
+
+
+def test_ejections_are_counted_by_reason_and_apart_from_those_left_out() -> None:
+    router = Router()
+    for name in ("p1", "p2", "p3", "p4"):
+        instance = Instance(name)
+        instance.set_endpoint("127.0.0.1", 1)
+        instance.assign(Role.PREFILL)
+        router.fleet.add(instance)
+    router.record_leg_failure(router.fleet["p1"], "prefill", LegFailed(Failure.REFUSED, "no listener"))
+    for name in ("p2", "p3"):  # half of the instances are ejected after the first of them
+        if router.fleet.eject_by_judgement(router.fleet[name], ERROR_RATE, now_s=time.monotonic()):
+            router.record_ejection(router.fleet[name], ERROR_RATE)
+    got = {key: value for key, value in samples(router).items() if "eject" in key[0] and value}
+    role = ("role", "prefill")
+    assert got == {
+        ("fulcrum_router_ejections_total", (("reason", "refused"),)): 1,
+        ("fulcrum_router_ejections_total", (("reason", "error_rate"),)): 1,
+        ("fulcrum_router_ejections_withheld_total", (("reason", "error_rate"),)): 1,
+        ("fulcrum_router_instance_ejected", (("instance", "p1"), role)): 1,
+        ("fulcrum_router_instance_ejected", (("instance", "p2"), role)): 1,
+    }
+
+
+def test_the_error_of_the_predicted_ttft_is_shown_for_each_part() -> None:
+    router = Router()
+    predicted = PredictedTtft(0.5, 1.0, 1.0, 0.25, 0.25)
+    router.ttft_errors.learn_prefill_leg(predicted, measured_s=4.0)
+    router.ttft_errors.learn_first_token(predicted, decode_leg_s=0.25, ttft_s=2.0)
+    got = {key: value for key, value in samples(router).items() if "_ttft_" in key[0]}
+    error, forecast = "fulcrum_router_ttft_prediction_error_ratio", "fulcrum_router_ttft_forecast"
+    assert got == {
+        (error, (("part", "prefill_leg"),)): -0.5,
+        (error, (("part", "decode_leg"),)): 1.0,
+        (error, (("part", "ttft"),)): 0.5,
+        (f"{forecast}s_total", ()): 1,
+        (f"{forecast}_seconds_total", (("time", "predicted"),)): 3.0,
+        (f"{forecast}_seconds_total", (("time", "measured"),)): 2.0,
+    }
 
 
 def test_transfers_are_counted_by_pair_and_disappear_with_the_instance() -> None:
