@@ -192,6 +192,17 @@ async def test_an_invalid_request_gets_an_openai_error_object(request_bytes: byt
         assert world["p1"].requests == []
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+async def test_a_deeply_nested_body_is_rejected_while_other_clients_are_served(path: str) -> None:
+    nested = b'{"prompt":' + b"[" * 1_000 + b"]" * 1_000 + b"}"
+    async with run_router(FakeEngine("p1"), FakeEngine("d1")) as world:
+        got = await asyncio.gather(
+            send_pieces(world, build_post(nested, path=path)), send_pieces(world, build_get("/health"))
+        )
+        assert [statuses(responses) for responses in got] == [[400], [200]]
+        assert [engine.requests for engine in world.engines.values()] == [[], []]
+
+
 async def test_an_endless_request_head_is_rejected() -> None:
     async with run_router() as world:
         endless = b"GET / HTTP/1.1\r\nx-long: " + b"y" * 20_000

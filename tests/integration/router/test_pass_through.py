@@ -48,6 +48,30 @@ async def test_a_request_is_answered_by_one_engine(client: aiohttp.ClientSession
         assert world.server.clients.memory.held_bytes == 0
 
 
+async def send_own_request_id(response: ResponseWriter) -> None:
+    """Script of an engine that returns a request id, as vLLM does with --enable-request-id-headers."""
+    await response.raw(b"HTTP/1.1 200 OK\r\nX-Request-Id: of-the-engine\r\ncontent-length: 2\r\n\r\n{}")
+
+
+@pytest.mark.parametrize("path", sorted(path.decode() for path in PASS_THROUGH_PATHS))
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(echo, id="whole"),
+        pytest.param(send_own_request_id, id="whole, with an id of the engine"),
+        pytest.param(stream_tokens_then(2, close_connection), id="broken stream"),
+        pytest.param(respond_with_status(404), id="refused by the engine"),
+        pytest.param(respond_with_status(500), id="failed"),
+    ],
+)
+async def test_each_response_has_the_request_id_once(path: str, script: Script) -> None:
+    request = build_post(json.dumps(BODY).encode(), "connection: close", "x-request-id: mine-1", path=path)
+    async with run_router(*respond(script, "d1")) as world:
+        received = (await send_raw(world.port, request)).lower()
+        assert world["d1"].requests[0].headers["x-request-id"] == "mine-1"
+    assert (received.count(b"x-request-id:"), b"\r\nx-request-id: mine-1\r\n" in received) == (1, True)
+
+
 async def test_requests_are_spread_over_the_instances(client: aiohttp.ClientSession) -> None:
     go_on = asyncio.Event()
 
