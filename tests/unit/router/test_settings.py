@@ -1,5 +1,6 @@
 """Settings of a router: what it makes of a PDService and its QoSTiers, up to the parts that decide by it."""
 
+import math
 from typing import Any
 
 import pytest
@@ -50,6 +51,26 @@ def test_objectives_of_a_tier_may_be_a_multiple_of_those_of_the_service() -> Non
 def test_tiers_that_the_service_does_not_list_and_tiers_that_do_not_exist_are_left_out() -> None:
     settings = resolve_settings(service("premium", "missing"), [tier("premium"), tier("other")])
     assert list(settings.tiers) == ["premium"]
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "prefill_ahead_s"),
+    [
+        pytest.param({}, 0.5, id="Queue is the default"),
+        pytest.param({"mode": "Queue", "prefillAhead": "2s"}, 2.0, id="Queue by the work ahead"),
+        pytest.param({"mode": "Direct"}, math.inf, id="Direct: no request waits in the router"),
+        pytest.param({"mode": "Direct", "prefillAhead": "2s"}, math.inf, id="Direct ignores prefillAhead"),
+    ],
+)
+def test_the_dispatch_mode_decides_where_requests_wait(
+    dispatch: dict[str, Any], prefill_ahead_s: float
+) -> None:
+    router, settings = Router(), resolve_settings(service(router={"dispatch": dispatch}), [])
+    router.configure(settings, last_prefill_to_decode_s=None)
+    assert (settings.prefill_ahead_s, router.journeys.waiting_room.prefill_ahead_s) == (
+        prefill_ahead_s,
+        prefill_ahead_s,
+    )
 
 
 def test_a_configured_router_decides_by_the_settings() -> None:
