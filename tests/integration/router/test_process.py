@@ -268,6 +268,33 @@ runpy.run_module("fulcrum_router", run_name="__main__", alter_sys=True)
 """
 
 
+FAIL_WITH_A_PROMPT = """
+import runpy, sys
+import structlog
+import fulcrum_router.server
+
+async def fail(*_, **__):
+    try:
+        raise ValueError("once upon a time")
+    except ValueError:
+        structlog.get_logger().exception("something failed")
+
+fulcrum_router.server.serve = fail
+sys.argv = ["fulcrum_router", "--static", "decode=127.0.0.1:9"]
+runpy.run_module("fulcrum_router", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_router_logs_exceptions_without_their_texts() -> None:
+    """They may hold part of a prompt."""
+    done = subprocess.run(
+        [sys.executable, "-c", FAIL_WITH_A_PROMPT], capture_output=True, text=True, timeout=60, check=True
+    )
+    [line] = map(json.loads, done.stderr.splitlines())
+    assert (line["event"], line["exception"]["type"]) == ("something failed", "ValueError")
+    assert "once upon a time" not in done.stdout + done.stderr
+
+
 def test_a_router_that_is_stopped_while_it_starts_ends() -> None:
     """Pid 1 of a container ignores a signal without a handler: the router would start, and become active."""
     done = subprocess.run(
