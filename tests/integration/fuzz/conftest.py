@@ -13,19 +13,15 @@ from tests.integration.fuzz.fuzzing import Fuzzer, Target
 class RunFuzzer(Protocol):
     """`run_fuzzer(target, corpus, tokens)` fails with the input that broke a promise."""
 
-    def __call__(
-        self, target: Target, corpus: Sequence[bytes], tokens: Sequence[bytes], *, is_one_turn: bool = True
-    ) -> None: ...
+    def __call__(self, target: Target, corpus: Sequence[bytes], tokens: Sequence[bytes]) -> None: ...
 
 
 @pytest.fixture
 def run_fuzzer(request: pytest.FixtureRequest, seed: int, record_measurement: RecordMeasurement) -> RunFuzzer:
     """Run a fuzz target; see `RunFuzzer`."""
 
-    def run(
-        target: Target, corpus: Sequence[bytes], tokens: Sequence[bytes], *, is_one_turn: bool = True
-    ) -> None:
-        fuzzer = Fuzzer(target, corpus, tokens, random.Random(seed), is_one_turn=is_one_turn)
+    def run(target: Target, corpus: Sequence[bytes], tokens: Sequence[bytes]) -> None:
+        fuzzer = Fuzzer(target, corpus, tokens, random.Random(seed))
         done = fuzzer.run(request.config.getoption("--fuzz-seconds"))
         record_measurement(f"{request.node.name}: {done}")
 

@@ -19,6 +19,7 @@ from fulcrum_router.http1.engine_events import EMPTY_CHOICES, has_no_token, pars
 from fulcrum_router.http1.framing import ChunkScanner, FramingError, dechunk, find_chunks
 from fulcrum_router.http1.json_limits import InvalidBody
 from tests.integration.fuzz.conftest import RunFuzzer
+from tests.integration.fuzz.fuzzing import limit_turn
 from tests.integration.fuzz.test_engine_responses import SSE, STREAM
 from tests.integration.fuzz.test_engine_responses import TOKENS as EVENT_TOKENS
 
@@ -76,11 +77,12 @@ def has_large_integers(value: Any) -> bool:
 def test_both_legs_get_the_client_s_request_and_the_router_s_parameters(run_fuzzer: RunFuzzer) -> None:
     def run(data: bytes) -> tuple[object, ...]:
         try:
-            request = parse_request_body(data, 0)
+            with limit_turn():
+                request = parse_request_body(data, 0)
+                plain, body = build_decode_body(request, None), build_decode_body(request, PARAMS)
         except InvalidBody as error:
             return (str(error)[:24],)
         allowed = without_reserved(data)
-        plain, body = build_decode_body(request, None), build_decode_body(request, PARAMS)
         members = parse_as_vllm(body)
         names = [name for name, _ in members]
         assert names[-1] == "kv_transfer_params"
@@ -117,14 +119,15 @@ ENGINE_TOKENS = [
 
 def test_what_an_engine_reports_is_read_or_ignored(run_fuzzer: RunFuzzer) -> None:
     def run(data: bytes) -> tuple[object, ...]:
-        response, usage = parse_prefill_response(data, "h"), parse_usage(data)
+        with limit_turn():
+            response, usage = parse_prefill_response(data, "h"), parse_usage(data)
+            sum_samples(data, b"vllm:num_requests_running")
         if response.kv_transfer_params is not None:
             params = json.loads(response.kv_transfer_params)
             assert (params["remote_host"], type(params["remote_block_ids"])) == ("h", list)
             assert "remote_prefill_cached_tokens" not in params
         for count in (response.prompt_tokens, usage and usage.prompt_tokens, usage and usage.cached_tokens):
             assert count is None or 0 <= count <= 10**9
-        sum_samples(data, b"vllm:num_requests_running")
         return response.problem, response.prompt_tokens is None, usage is None, len(data) > 100
 
     run_fuzzer(run, ENGINE_BODIES, ENGINE_TOKENS)
@@ -134,11 +137,12 @@ def test_stripping_the_usage_keeps_all_other_events(run_fuzzer: RunFuzzer) -> No
     def run(data: bytes) -> tuple[object, ...]:
         scanner = ChunkScanner()
         try:
-            end = scanner.feed(data)
+            with limit_turn():
+                end = scanner.feed(data)
+                has_no_token(data[:end])
+                stripped = strip_usage_events(data[:end])
         except FramingError as error:
             return (str(error)[:16],)
-        has_no_token(data[:end])
-        stripped = strip_usage_events(data[:end])
         if not scanner.done:
             return len(stripped) == end, end > 0
         after = ChunkScanner()

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import time
 from typing import cast
 
 import h11
@@ -10,7 +9,7 @@ import h11
 from fulcrum_router.data_path.downstream import ClientConnection, ClientServer
 from fulcrum_router.router import Router
 from tests.integration.fuzz.conftest import RunFuzzer
-from tests.integration.fuzz.fuzzing import MAX_TURN_S, split_randomly
+from tests.integration.fuzz.fuzzing import limit_turn, split_randomly
 from tests.integration.fuzz.smuggling import CASES
 from tests.integration.fuzz.test_request_reader import read_with_router
 from tests.integration.router.fake_engines import settings_with_short_timeouts
@@ -79,27 +78,23 @@ def test_each_request_gets_one_response(run_fuzzer: RunFuzzer, seed: int) -> Non
     server = ClientServer(router)
     loop = asyncio.new_event_loop()
 
-    async def feed(pieces: list[bytes]) -> tuple[bytes, float]:
-        transport, longest_s = FakeClientTransport(), 0.0
+    async def feed(pieces: list[bytes]) -> bytes:
+        transport = FakeClientTransport()
         connection = ClientConnection(server)
         connection.connection_made(cast(asyncio.Transport, transport))
         for piece in pieces:
-            began_s = time.thread_time()
-            connection.data_received(piece)
-            longest_s = max(longest_s, time.thread_time() - began_s)
+            with limit_turn():
+                connection.data_received(piece)
             await run_pending_tasks()
             assert connection.count_buffered_bytes() < MAX_BUFFERED_BYTES
         connection.connection_lost(None)
         assert server.memory.held_bytes == 0
         assert not server.connections
-        return transport.written, longest_s
+        return transport.written
 
     def run(data: bytes) -> tuple[object, ...]:
         pieces = split_randomly(data, rng)
-        written, turn_s = loop.run_until_complete(feed(pieces))
-        if turn_s > MAX_TURN_S:  # the first time may have paid for something else
-            written, turn_s = loop.run_until_complete(feed(pieces))
-            assert turn_s < MAX_TURN_S
+        written = loop.run_until_complete(feed(pieces))
         reading = read_with_router(pieces)
         methods = [request.method for request in reading.requests]
         count = count_responses(written, methods)
@@ -115,6 +110,6 @@ def test_each_request_gets_one_response(run_fuzzer: RunFuzzer, seed: int) -> Non
     ]  # fmt: skip
     corpus = [case.data.replace(b"expect: 100-continue\r\n", b"") for case in CASES.values()]
     try:
-        run_fuzzer(run, corpus, tokens, is_one_turn=False)
+        run_fuzzer(run, corpus, tokens)
     finally:
         loop.close()

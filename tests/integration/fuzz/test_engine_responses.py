@@ -17,7 +17,7 @@ from fulcrum_router.kv_transfer.verification import KvTransfer
 from fulcrum_router.policy.kv_pairs.pairs import TransferPairs
 from fulcrum_router.policy.ledger import Ledger
 from tests.integration.fuzz.conftest import RunFuzzer
-from tests.integration.fuzz.fuzzing import split_randomly
+from tests.integration.fuzz.fuzzing import limit_turn, split_randomly
 from tests.unit.router.builders import FakeDownstream, FakeLeg
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -113,7 +113,8 @@ def feed(connection: EngineConnection, pieces: list[bytes]) -> None:
     for piece in pieces:
         if connection.transport is None or connection.transport.is_closing():
             return
-        connection.data_received(piece)
+        with limit_turn():
+            connection.data_received(piece)
     connection.connection_lost(None)
 
 

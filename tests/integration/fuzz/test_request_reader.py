@@ -10,7 +10,7 @@ import pytest
 from fulcrum_router.http1.limits import RequestMemory
 from fulcrum_router.http1.requests import MAX_HEAD_BYTES, PIECE_BYTES, RequestReader
 from tests.integration.fuzz.conftest import RunFuzzer
-from tests.integration.fuzz.fuzzing import split_randomly
+from tests.integration.fuzz.fuzzing import limit_turn, split_randomly
 from tests.integration.fuzz.smuggling import CASES
 
 _SPACES = re.compile(rb" {2,}")
@@ -110,7 +110,8 @@ def test_h11_reads_what_the_router_reads(run_fuzzer: RunFuzzer, seed: int) -> No
     rng = random.Random(seed)
 
     def compare(data: bytes) -> tuple[object, ...]:
-        reading = read_with_router([data])
+        with limit_turn():
+            reading = read_with_router([data])
         split = read_with_router(split_randomly(data, rng))
         if 431 in (reading.rejection, split.rejection):  # how exact this limit is depends on the reads
             count = min(len(reading.requests), len(split.requests))

@@ -221,7 +221,9 @@ def test_each_request_is_answered_without_an_internal_error(run_fuzzer: RunFuzze
         assert world.router.kept_streams.kept_bytes == 0
         outcome = count_outcomes(world) - before
         assert outcome.total() == 1
-        ended = written.endswith(b"0\r\n\r\n") or "broken" not in str(outcome)
+        # A broken response is whole if the router ended it with an error event; an engine's last bytes may
+        # look like an end, too.
+        ended = "broken" not in str(outcome) or b'"upstream_error"' in written
         if ended and b"\r\ntransfer-encoding:" in written.lower().partition(b"\r\n\r\n")[0]:
             assert count_responses(written, [b"POST"]) == 1
         return written[9:12], *outcome, scripts.decode_legs, script.path, written.count(b"data:") > 1
@@ -230,7 +232,7 @@ def test_each_request_is_answered_without_an_internal_error(run_fuzzer: RunFuzze
         return loop.run_until_complete(serve(read_script(data)))
 
     try:
-        run_fuzzer(run, CORPUS, TOKENS, is_one_turn=False)
+        run_fuzzer(run, CORPUS, TOKENS)
     finally:
         loop.run_until_complete(running.__aexit__(None, None, None))
         loop.close()
