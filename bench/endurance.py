@@ -8,6 +8,7 @@ DIR is the folder of the harness, as for `bench/router.py`: its mock engines and
   the router after each slice of the run.
 * Streams: they begin within half a minute and get a token a second. Each needs two connections of the router,
   so the limit of open files must allow for them; fewer are opened if it does not, and the output says so.
+  At the end all that are open are disconnected at once: the stall of that is printed and has no bar.
 
 Exit code 1 if a request failed, if memory changed by more than 5 % from the middle third of the requests to
 the last, if it exceeded 400 MB with all streams open, or if a stall of the event loop (p99.99 of processor
@@ -36,6 +37,8 @@ SLICE_S = 15
 OPENING_S = 30.0
 """Seconds in which the streams begin: twenty thousand new connections in one turn would be one long stall."""
 RSS_CHANGE_MAX, STREAMS_RSS_MAX_BYTES, STALL_MAX_S = 0.05, 400_000_000, 0.020
+_BEFORE_END_S = 1.0
+"""The stalls count until so many seconds before the end of the streams."""
 _SPARE_FILES = 1_024
 """Open files of the router apart from those of streams, generously."""
 
@@ -52,6 +55,8 @@ async def run(programs: Path, *, requests: int, streams: int, seconds: float) ->
             await _wait_until_ready(router)
             met &= await _hold_open(programs, router, _allowed_streams(streams), seconds)
             met &= _report_stalls(router)
+            longest_ms = router.read_longest_stall_s() * 1e3
+            print(f"longest stall with the end, when all clients disconnect at once: {longest_ms:.0f} ms")
     return met
 
 
@@ -73,6 +78,7 @@ async def _hold_open(programs: Path, router: MeasuredRouter, streams: int, secon
     arguments = f"-r {rate} -c {streams} -s -n {int(seconds)} -w 0.1 -d {OPENING_S + seconds} -S 1"
     generating = asyncio.create_task(_generate(programs, router, arguments))
     memory, most_open = list[int](), 0
+    asyncio.get_running_loop().call_later(OPENING_S + seconds - _BEFORE_END_S, router.keep_stalls)
     while not generating.done():
         memory.append(router.read_rss_bytes())
         most_open = max(most_open, await asyncio.to_thread(_read_open_requests, router))

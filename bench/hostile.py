@@ -230,7 +230,9 @@ def run_engines(count: int) -> Iterator[list[Server]]:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(yaml.safe_dump(profile))
         file.flush()
-        processes = [launch(file.name, "--seed", str(number)) for number in range(count)]
+        processes = [
+            launch(file.name, "--seed", str(number), stderr=subprocess.DEVNULL) for number in range(count)
+        ]
         servers = [ready(process) for process in processes]
     try:
         yield servers

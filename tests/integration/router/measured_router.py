@@ -71,9 +71,19 @@ class MeasuredRouter:
         pages = Path(f"/proc/{self.process.pid}/statm").read_text(encoding="ascii").split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
+    def keep_stalls(self) -> None:
+        """Have `read_stalls` tell those until now, and not those until the end."""
+        self.process.send_signal(signal.SIGUSR1)
+
     def read_stalls(self) -> Stalls:
-        """Read the stalls, once the router has ended."""
-        return Stalls(**json.loads((self.folder / "stalls.json").read_text(encoding="utf-8")))
+        """Read the stalls until `keep_stalls` or the end, once the router has ended."""
+        kept, all_stalls = self.folder / "kept.json", self.folder / "stalls.json"
+        return Stalls(**json.loads((kept if kept.exists() else all_stalls).read_text(encoding="utf-8")))
+
+    def read_longest_stall_s(self) -> float:
+        """Read the longest stall of all, in seconds of processor time, once the router has ended."""
+        longest_s: float = json.loads((self.folder / "stalls.json").read_text(encoding="utf-8"))["cpu_max_s"]
+        return longest_s
 
     def end(self) -> None:
         """End the router and wait for it."""
@@ -180,12 +190,16 @@ async def _run(folder: Path, arguments: Sequence[str]) -> None:
         print(json.dumps(ports), flush=True)
         _measure(cpu, wall)
 
+    def save(name: str) -> None:
+        stalls = {"turns": cpu.count, "cpu_p9999_s": cpu.p9999_s(), "cpu_max_s": cpu.max_s(),
+                  "wall_p9999_s": wall.p9999_s(), "wall_max_s": wall.max_s(),
+                  "callbacks": {kind: (each.p9999_s(), each.max_s()) for kind, each in callbacks.items()
+                                if each.count}}  # fmt: skip
+        (folder / name).write_text(json.dumps(stalls), encoding="utf-8")
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, save, "kept.json")
     await serve(parse_options(arguments), stopped, announce=announce)
-    stalls = {"turns": cpu.count, "cpu_p9999_s": cpu.p9999_s(), "cpu_max_s": cpu.max_s(),
-              "wall_p9999_s": wall.p9999_s(), "wall_max_s": wall.max_s(),
-              "callbacks": {kind: (each.p9999_s(), each.max_s()) for kind, each in callbacks.items()
-                            if each.count}}  # fmt: skip
-    (folder / "stalls.json").write_text(json.dumps(stalls), encoding="utf-8")
+    save("stalls.json")
 
 
 if __name__ == "__main__":

@@ -42,13 +42,16 @@ class Server:
 Start = Callable[..., Server]
 
 
-def launch(profile: Path | str, *arguments: str) -> subprocess.Popen[str]:
-    """Start an engine server process, without waiting until it is ready."""
+def launch(profile: Path | str, *arguments: str, stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
+    """Start an engine server process, without waiting until it is ready.
+
+    A pipe that nobody reads holds 64 KiB: after some minutes of failures a server would wait to log the next.
+    """
     command = [sys.executable, "-m", "fulcrum_simulator.server", "--name", "a", "--model", MODEL]
     return subprocess.Popen(
         [*command, "--profile", str(profile), *arguments],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
     )
 
