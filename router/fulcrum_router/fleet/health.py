@@ -22,6 +22,8 @@ FORGIVE_AFTER_S = 60.0
 """Time without an ejection after which one ejection is forgotten."""
 SAME_END_S = 0.1
 """Connections that an engine closes at most this far apart are closed for one reason."""
+MAX_END_S = 1.0
+"""Longest time for which they are. An engine that lives and closes all its connections goes on for longer."""
 MAX_REJECTIONS = 3
 """Requests rejected with 4xx in a row, after which another engine is asked about the next one."""
 DOUBT_INTERVAL_S = 0.25
@@ -39,6 +41,7 @@ class Health:
     __slots__ = (
         "_backoff_s",
         "_closed_at_s",
+        "_closes_since_s",
         "_doubt_at_s",
         "_ejected_until_s",
         "_ejections",
@@ -72,7 +75,7 @@ class Health:
         self._backoff_s = FIRST_PROBE_DELAY_S
         self._ejected_until_s = self._forgive_at_s = 0.0
         self._ejections = 0
-        self._closed_at_s = -math.inf
+        self._closed_at_s = self._closes_since_s = -math.inf
 
     def record_error(self) -> None:
         """Count a failed leg that is no evidence of sickness: dispatch prefers others for a while."""
@@ -95,10 +98,10 @@ class Health:
                 counts as one failure: it may be back, and well, in a moment.
         """
         if closed:
-            same_end = now_s - self._closed_at_s < SAME_END_S
-            self._closed_at_s = now_s
-            if same_end:
+            closed_at_s, self._closed_at_s = self._closed_at_s, now_s
+            if now_s - closed_at_s < SAME_END_S and now_s - self._closes_since_s < MAX_END_S:
                 return False
+            self._closes_since_s = now_s
         self.failures += 1
         self.failed += 1
         self.record_error()

@@ -1,5 +1,7 @@
 """Ejection of a failing instance: when, for how long, and what ends it."""
 
+import pytest
+
 from fulcrum_router.fleet.health import (
     BASE_EJECTION_S,
     EJECT_AFTER_FAILURES,
@@ -119,3 +121,18 @@ def test_errors_are_forgotten_with_successes_and_with_time() -> None:
     for second in range(20):
         health.decay(float(second))
     assert (by_success, health.error_share) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("pause_s", [0.001, 0.02, 0.09])
+def test_an_engine_that_closes_every_connection_is_ejected_however_many_it_gets(pause_s: float) -> None:
+    """It lives, reads requests and closes: an engine that ends closes no connections for seconds."""
+    health = Health()
+    times_s = [number * pause_s for number in range(int(5.0 / pause_s))]
+    assert any(health.record_failure(now_s=now_s, closed=True) for now_s in times_s)
+
+
+def test_an_engine_with_so_many_connections_that_its_end_takes_a_second_has_failed_once() -> None:
+    health = Health()
+    for number in range(1_000):
+        health.record_failure(now_s=number / 1_001, closed=True)
+    assert health.failures == 1
