@@ -4,6 +4,7 @@
 """
 
 import re
+from itertools import repeat
 
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.http1.bodies import MAX_PROMPT_TOKENS
@@ -29,6 +30,10 @@ _BLOCK_SIZE = re.compile(rb'\bblock_size="(\d{1,9})"')
 _KV_BLOCKS = re.compile(rb'\bnum_gpu_blocks="(\d{1,9})"')
 MAX_SAMPLE = 2**53
 """A larger value is not believed: no engine counts so far, and products of such values are finite."""
+MAX_SAMPLES = 1_024
+"""Samples of one metric, those of metrics whose names begin with its name included; a page with more is not
+believed. No other request is served while they are read, and an engine has a few of each.
+"""
 MAX_KV_TOKENS = 2**30
 """A larger KV cache is not believed: at 16 KB a token, as of a model of 1 billion parameters, it is 17 TB."""
 
@@ -36,11 +41,11 @@ MAX_KV_TOKENS = 2**30
 def sum_samples(text: bytes, name: bytes, *, label: bytes = b"") -> float | None:
     """Add up all samples of one metric in an exposition; with `label`, those that have it.
 
-    None: there is no sample, or a sample is not a number from 0 to `MAX_SAMPLE`. All metrics of an engine
-    that the router reads are counts, times or shares.
+    None: there is no sample, there are more than `MAX_SAMPLES`, or one is not a number from 0 to
+    `MAX_SAMPLE`. All metrics of an engine that the router reads are counts, times or shares.
     """
     total, found, start = 0.0, False, 0
-    while True:
+    for _ in repeat(None, MAX_SAMPLES + 1):
         start = text.find(name, start)
         if start < 0:
             return total if found else None
@@ -53,13 +58,16 @@ def sum_samples(text: bytes, name: bytes, *, label: bytes = b"") -> float | None
         if label not in line:
             continue
         try:
-            value = float(line.rpartition(b"}")[2].split()[0] if b"}" in line else line.split()[1])
+            value = float(
+                line.rpartition(b"}")[2].split(None, 1)[0] if b"}" in line else line.split(None, 2)[1]
+            )
         except (ValueError, IndexError):
             return None
         if not 0.0 <= value <= MAX_SAMPLE:
             return None
         total += value
         found = True
+    return None
 
 
 def read_request_count(text: bytes) -> int | None:

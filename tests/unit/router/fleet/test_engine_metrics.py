@@ -1,5 +1,7 @@
 """Values that the router reads from an engine's metrics."""
 
+import time
+
 import pytest
 
 from fulcrum_router.fleet.engine_metrics import (
@@ -12,6 +14,7 @@ from fulcrum_router.fleet.engine_metrics import (
     read_wait_causes,
     sum_samples,
 )
+from fulcrum_router.http1.sending import MAX_RESPONSE_BYTES
 
 NAME = b"vllm:x_sum"
 
@@ -141,3 +144,25 @@ def test_no_number_of_an_engine_that_cannot_be_true_is_used(value: bytes) -> Non
     text = samples + STAGES.replace(b"2.0", value) + REASONS
     values = read_tokens_computed(text), read_request_count(text), read_wait_causes(text)
     assert values == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    "repeated",
+    [
+        pytest.param(b'vllm:x_sum{engine="0"} 1\n', id="samples"),
+        pytest.param(b"vllm:x_sum_more 1\n", id="samples with a longer name"),
+        pytest.param(b"vllm:x_sum", id="names"),
+    ],
+)
+def test_a_page_that_repeats_a_name_without_end_is_not_read_to_its_end(repeated: bytes) -> None:
+    page = repeated * (MAX_RESPONSE_BYTES // len(repeated))
+    began_s = time.thread_time()
+    assert sum_samples(page, NAME) is None
+    assert time.thread_time() - began_s < 0.01
+
+
+def test_of_a_line_with_endless_values_only_the_first_is_read() -> None:
+    line = b"vllm:x_sum" + b" 1" * (MAX_RESPONSE_BYTES // 2)
+    began_s = time.thread_time()
+    assert sum_samples(line, NAME) == 1.0
+    assert time.thread_time() - began_s < 0.03
