@@ -315,6 +315,7 @@ def build_prefill_body(request: RequestBody, *, cache_salt: str = "") -> bytes:
     }
     fields.pop("stream_options", None)
     fields.pop("min_tokens", None)
+    fields.pop("return_token_ids", None)  # those of a long prompt would take long to parse
     if cache_salt:
         fields["cache_salt"] = _combine_salts(request, cache_salt)
     return orjson.dumps(fields)
@@ -348,13 +349,11 @@ def parse_prefill_response(body: bytes, host: str) -> PrefillResponse:
 
     `remote_prefill_cached_tokens` is removed from the parameters, so that the decode engine's usage counts
     fetched tokens as cached. Incomplete parameters (they would crash the decode engine) and parameters that
-    name another host are rejected.
+    name another host are rejected. So is a response that would take as long to parse as no client's body may.
     """
     try:
-        response = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return PrefillResponse(None, PrefillProblem.NOT_JSON, None)
-    if type(response) is not dict:
+        response = parse_limited_object(body)
+    except InvalidBody:
         return PrefillResponse(None, PrefillProblem.NOT_JSON, None)
     usage = response.get("usage")
     tokens = usage.get("prompt_tokens") if type(usage) is dict else None

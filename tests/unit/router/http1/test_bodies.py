@@ -1,6 +1,7 @@
 """Bodies of the prefill leg and the decode leg, and the parsing of a prefill response."""
 
 import json
+import time
 from typing import Any
 
 import orjson
@@ -268,6 +269,26 @@ def test_a_prefill_response_gives_kv_transfer_params_or_names_the_problem(
     body: bytes, expected: PrefillResponse
 ) -> None:
     assert parse_prefill_response(body, "10.0.0.1") == expected
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(b'{"choices":[' + b'{"a":{}},' * 900_000 + b"{}]}", id="objects"),
+        pytest.param(b'{"a":{' + b'"b":1,' * 1_300_000 + b'"b":1}}', id="names"),
+    ],
+)
+def test_a_prefill_response_that_takes_long_to_parse_is_not_parsed(body: bytes) -> None:
+    """It would keep all other requests waiting for a second."""
+    began_s = time.thread_time()
+    assert parse_prefill_response(body, "10.0.0.1").problem is PrefillProblem.NOT_JSON
+    assert time.thread_time() - began_s < 0.1
+
+
+def test_the_prefill_leg_asks_for_no_token_ids_which_the_client_gets_from_decode() -> None:
+    request = parse_request_body(b'{"prompt":"a","return_token_ids":true}', 0)
+    assert "return_token_ids" not in orjson.loads(build_prefill_body(request))
+    assert orjson.loads(build_decode_body(request, None))["return_token_ids"] is True
 
 
 @pytest.mark.parametrize("stream", [1, 1.0, "true", "Yes", "on", "T"])
