@@ -4,6 +4,7 @@ The collector of prometheus_client lists all open files of the process at each r
 connections, for which all requests wait.
 """
 
+import contextlib
 import os
 import resource
 import time
@@ -14,6 +15,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 _OPEN_FILES = "/proc/self/fd"
+_GAUGES = {
+    "virtual_memory_bytes": "Virtual memory size in bytes.",
+    "resident_memory_bytes": "Resident memory size in bytes.",
+    "start_time_seconds": "Start time of the process since unix epoch in seconds.",
+    "open_fds": "Number of open file descriptors.",
+    "max_fds": "Maximum number of open file descriptors.",
+}
+"""Gauges by name, with their texts."""
 
 
 class ProcessMetrics(Collector):
@@ -29,29 +38,31 @@ class ProcessMetrics(Collector):
         """Read all values now."""
         if self._started_at_s is None:
             return
-        virtual_pages, resident_pages = map(int, Path("/proc/self/statm").read_text().split()[:2])
-        page_bytes = resource.getpagesize()
-        for name, text, value in (
-            ("virtual_memory_bytes", "Virtual memory size in bytes.", virtual_pages * page_bytes),
-            ("resident_memory_bytes", "Resident memory size in bytes.", resident_pages * page_bytes),
-            (
-                "start_time_seconds",
-                "Start time of the process since unix epoch in seconds.",
-                self._started_at_s,
-            ),
-            ("open_fds", "Number of open file descriptors.", count_open_files(_OPEN_FILES)),
-            (
-                "max_fds",
-                "Maximum number of open file descriptors.",
-                resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-            ),
-        ):
-            yield GaugeMetricFamily(f"process_{name}", text, value=value)
+        values = {
+            "start_time_seconds": self._started_at_s,
+            "max_fds": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        }
+        with contextlib.suppress(OSError):  # the process can open no more files: the page has the rest
+            values |= _read_memory_bytes()
+        with contextlib.suppress(OSError):
+            values["open_fds"] = count_open_files(_OPEN_FILES)
+        for name, text in _GAUGES.items():
+            if name in values:
+                yield GaugeMetricFamily(f"process_{name}", text, value=values[name])
         yield CounterMetricFamily(
             "process_cpu_seconds",
             "Total user and system CPU time spent in seconds.",
             value=time.process_time(),
         )
+
+
+def _read_memory_bytes() -> dict[str, float]:
+    virtual, resident = Path("/proc/self/statm").read_text().split()[:2]
+    page_bytes = resource.getpagesize()
+    return {
+        "virtual_memory_bytes": int(virtual) * page_bytes,
+        "resident_memory_bytes": int(resident) * page_bytes,
+    }
 
 
 def count_open_files(folder: str) -> int:

@@ -1,6 +1,7 @@
 """The metrics of the process are those of prometheus_client, and cost the same with many open files."""
 
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -51,3 +52,15 @@ def test_an_older_linux_has_them_listed(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "stat", lambda _folder: sizeless)
 
     assert count_open_files(str(tmp_path)) == 3
+
+
+def test_a_process_without_files_to_open_still_has_the_other_metrics() -> None:
+    registry = CollectorRegistry()
+    registry.register(ProcessMetrics())
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        names = read(registry).keys()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert {"process_cpu_seconds_total", "process_max_fds", "process_start_time_seconds"} <= names
