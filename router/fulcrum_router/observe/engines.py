@@ -179,9 +179,11 @@ class EngineProber:
     def _record_missed_probe(self, instance: Instance, pool: ConnectionPool, failure: Failure) -> None:
         if instance.connection_pool is not pool:
             return  # the endpoint changed during the request: another engine failed
-        instance.missed_probes += 1
         instance.itl_s = instance.kv_usage = instance.engine_requests = None
         instance.engine_waiting = None
+        if failure is Failure.NO_SOCKET:
+            return  # of the router, which says nothing about the engine
+        instance.missed_probes += 1
         if failure is Failure.REFUSED:
             self._on_death(instance)
         if instance.missed_probes < MISSED_PROBES_TO_EJECT and failure is not Failure.UNREACHABLE:

@@ -11,7 +11,7 @@ from fulcrum_router.counters import PREFILL
 from fulcrum_router.fleet.engine_metrics import read_context_tokens
 from fulcrum_router.fleet.instances import Fleet, Instance
 from fulcrum_router.http1.failures import Failure, LegFailed
-from fulcrum_router.observe.engines import EngineProber, LatencySums
+from fulcrum_router.observe.engines import MISSED_PROBES_TO_EJECT, EngineProber, LatencySums
 from fulcrum_router.policy.kv_pairs.pair_record import PairKey, TransferOutcome
 from fulcrum_router.policy.prefix_index import PromptPrefix
 from fulcrum_router.router import Router
@@ -89,6 +89,15 @@ def test_an_engine_has_died_that_answered_and_refuses_connections(
         failed = LegFailed(Failure.REFUSED, "no connection", may_have_started=False)
         router.record_leg_failure(instance, PREFILL, failed)
     assert router.journeys.engine_deaths.count(time.monotonic()) == deaths
+
+
+def test_probes_for_which_the_router_has_no_socket_eject_no_engine() -> None:
+    router, instance = Router(), make_serving("d0", Role.DECODE)
+    router.fleet.add(instance)
+    prober = EngineProber(router.fleet, on_ejection=router.record_ejection, on_death=router.record_death)
+    for _ in range(2 * MISSED_PROBES_TO_EJECT):
+        prober._record_missed_probe(instance, instance.require_connection_pool(), Failure.NO_SOCKET)
+    assert (instance.serving, instance.missed_probes) == (True, 0)
 
 
 def test_a_death_that_a_probe_finds_ends_what_the_engine_knew() -> None:
