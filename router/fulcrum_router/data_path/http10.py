@@ -6,10 +6,12 @@ response without a length is the end of the connection.
 `downstream` puts it between such a client and the exchange, which sends the same bytes to every client.
 """
 
+import re
+
 from fulcrum_router.data_path.request import Downstream
 from fulcrum_router.http1.framing import ChunkDecoder
 
-_CHUNKED_LINE = b"transfer-encoding: chunked\r\n"
+_CHUNKED_LINE = re.compile(rb"^transfer-encoding:[ \t]*chunked[ \t]*\r\n", re.IGNORECASE | re.MULTILINE)
 
 
 class UnchunkedDownstream:
@@ -32,10 +34,10 @@ class UnchunkedDownstream:
         if not self._has_head:
             self._has_head = True
             head_bytes = data.index(b"\r\n\r\n") + 4
-            start = data.lower().find(_CHUNKED_LINE, 0, head_bytes)
-            if start >= 0:
+            line = _CHUNKED_LINE.search(data, 0, head_bytes)
+            if line is not None:
                 self._decoder = ChunkDecoder()
-                head = data[:start] + data[start + len(_CHUNKED_LINE) : head_bytes]
+                head = data[: line.start()] + data[line.end() : head_bytes]
                 data = head + self._decoder.feed(data[head_bytes:])
         elif self._decoder is not None:
             data = self._decoder.feed(data)

@@ -141,6 +141,28 @@ async def test_a_stream_of_an_http_1_0_client_is_counted_as_any_other_and_has_no
         assert world.router.counters.output_tokens == 2
 
 
+@pytest.mark.parametrize(
+    ("line", "body"),
+    [
+        pytest.param(b"Transfer-Encoding:chunked", b"2\r\n{}\r\n0\r\n\r\n", id="no space before the value"),
+        pytest.param(b"transfer-encoding: \tchunked ", b"2\r\n{}\r\n0\r\n\r\n", id="more white space"),
+        pytest.param(b"content-length: 2\r\nx-transfer-encoding: chunked", b"{}", id="another header"),
+    ],
+)
+async def test_an_http_1_0_client_gets_the_content_however_the_engine_writes_its_head(
+    line: bytes, body: bytes
+) -> None:
+    async def respond(response: ResponseWriter) -> None:
+        await response.raw(
+            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n" + line + b"\r\n\r\n" + body
+        )
+
+    async with run_router(FakeEngine("p1"), FakeEngine("d1", decode=respond)) as world:
+        response = await read_until_closed(world, build_post(b'{"prompt":"a"}', version="1.0"))
+        head, _, content = response.partition(b"\r\n\r\n")
+        assert (content, b"\r\ntransfer-encoding" in head.lower()) == (b"{}", False)
+
+
 async def test_expect_100_continue_gets_an_interim_response_before_the_body() -> None:
     reading = build_post(BODY, "Expect: 100-continue")
     head, body = reading[: -len(BODY)], reading[-len(BODY) :]
