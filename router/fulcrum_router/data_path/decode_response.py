@@ -189,7 +189,7 @@ class DecodeResponse(Completion[None]):
             self.streaming = False  # it cannot be made a part of the stream: see `_find_failure`
         if self.streaming:
             self._chunks = ChunkBuffer(rewritten=self._continued is not None)
-            self.connection.end_s = self.sent_s + self._observer.max_response_s
+        self.connection.end_s = self.sent_s + self._observer.max_response_s
 
     def on_body(self, data: bytes, boundary: int) -> None:
         if self.streaming:

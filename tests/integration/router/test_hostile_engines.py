@@ -134,6 +134,25 @@ async def test_another_decode_instance_answers_if_one_responds_with(
         assert meter.longest_s < MAX_STALL_S
 
 
+async def test_a_whole_response_whose_body_drips_ends_when_its_tokens_should_have(
+    client: aiohttp.ClientSession,
+) -> None:
+    """Each byte comes within the idle time-out."""
+
+    async def drip_body(response: ResponseWriter) -> None:
+        await response.raw(OK_HEAD + b"content-length: 100000\r\n\r\n")
+        await drip(b" " * 100_000)(response)
+
+    settings = settings_with_short_timeouts(first_byte=0.5, idle=0.5)
+    engines = FakeEngine("p1"), FakeEngine("d1", decode=drip_body)
+    request = {"prompt": "hello", "max_tokens": 1}
+    async with run_router(*engines, settings=settings) as world:
+        async with asyncio.timeout(DEADLINE_S / 2), client.post(world.url(), json=request) as response:
+            assert response.status == 504
+        assert world.router.counters.legs["decode", "too_long"] == 1
+        await wait_until(world.ledgers_are_empty, "nothing is in flight")
+
+
 async def test_bytes_after_a_response_never_reach_another_client(client: aiohttp.ClientSession) -> None:
     """An engine that announces two bytes and sends a whole response more."""
 
