@@ -310,7 +310,7 @@ class DecodeResponse(Completion[None]):
     def _send_collected(self) -> None:
         content, self._body_parts = b"".join(self._body_parts), []
         self.usage, self._tail = parse_usage(content), content[-_TAIL_BYTES:]
-        if content.startswith(ERROR_BODY):
+        if self.head is not None and _is_error(self.head, content):
             self.error_status = read_error_status(content)
         self.downstream.write(self._commit() + content)
 
@@ -441,21 +441,21 @@ class DecodeResponse(Completion[None]):
             if head.status >= 400:
                 return LegFailed(Failure.STATUS, detail, status=head.status)
             return LegFailed(Failure.MALFORMED, detail)
-        if head.status == 200 and (failed := self._find_hidden_failure()) is not None:
+        content = b"".join(self._body_parts)
+        self._body_parts = [content]
+        if head.status == 200 and (failed := self._find_hidden_failure(head, content)) is not None:
             return failed
-        for part in self._body_parts:
-            if ABORT in part and ABORT_PATTERN.search(b"".join(self._body_parts)):
-                return LegFailed(Failure.ABORTED, "the engine aborted the request")
+        if ABORT in content and ABORT_PATTERN.search(content):
+            return LegFailed(Failure.ABORTED, "the engine aborted the request")
         return None
 
-    def _find_hidden_failure(self) -> LegFailed | None:
+    def _find_hidden_failure(self, head: ResponseHead, content: bytes) -> LegFailed | None:
         """The failure in a whole response with status 200; None: there is none."""
-        parts, head = self._body_parts, self.head
-        if parts and parts[0].startswith(ERROR_BODY):
-            status = read_error_status(b"".join(parts))
+        if _is_error(head, content):
+            status = read_error_status(content)
             if status >= 500:
                 return LegFailed(Failure.STATUS, f"the engine returned an error {status}", status=status)
-        if head is not None and head.length == UNTIL_CLOSE and not _is_whole_json(parts):
+        if head.length == UNTIL_CLOSE and not content.rstrip().endswith(b"}"):
             return LegFailed(Failure.CLOSED, _CUT_SHORT)
         return None
 
@@ -493,5 +493,6 @@ class DecodeResponse(Completion[None]):
         return event if head.length == UNTIL_CLOSE else b""
 
 
-def _is_whole_json(parts: list[bytes]) -> bool:
-    return bool(parts) and parts[-1].rstrip().endswith(b"}")
+def _is_error(head: ResponseHead, body: bytes) -> bool:
+    """Whether a whole response has an error instead of an answer; in chunks, behind the size of the first."""
+    return body.startswith(ERROR_BODY, body.find(b"\n") + 1 if head.length == CHUNKED else 0)

@@ -4,6 +4,7 @@
 """
 
 import math
+import time
 
 import pytest
 
@@ -263,6 +264,45 @@ def test_a_response_without_length_that_is_cut_short_has_failed(*, stream: bool)
     )
     response.connection.connection_lost(None)
     assert find_failure(response) == (Failure.CLOSED, 0)
+
+
+ABORTED = b'{"choices":[{"text":"a","finish_reason":"abort"}]}'
+FAILED = b'{"error":{"message":"m","code":500}}'
+
+
+@pytest.mark.parametrize(
+    ("content", "failure"),
+    [
+        pytest.param(ABORTED, (Failure.ABORTED, 0), id="an aborted request"),
+        pytest.param(FAILED, (Failure.STATUS, 500), id="an error with status 200"),
+    ],
+)
+@pytest.mark.parametrize("chunked", [False, True], ids=["with a length", "in a chunk"])
+def test_a_failure_is_found_wherever_the_reads_of_a_whole_response_end(
+    content: bytes, failure: tuple[Failure, int], *, chunked: bool
+) -> None:
+    length = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % len(content)
+    body = frame_chunk(content) + END if chunked else content
+    for cut in range(1, len(body)):
+        response = start_response(
+            FakeDownstream(), headers=b"content-type: application/json\r\n%b\r\n\r\n" % length
+        )
+        response.connection.data_received(body[:cut])
+        response.connection.data_received(body[cut:])
+        assert find_failure(response) == failure, cut
+
+
+def test_a_response_in_many_reads_that_all_may_be_an_abort_is_searched_once() -> None:
+    piece, count = b'"abort",' + b" " * 42, 20_000
+    response = start_response(
+        FakeDownstream(),
+        headers=b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % (len(piece) * count),
+    )
+    for _ in range(count - 1):
+        response.connection.data_received(piece)
+    began_s = time.thread_time()
+    response.connection.data_received(piece)
+    assert time.thread_time() - began_s < 0.05
 
 
 def find_failure(response: DecodeResponse) -> tuple[Failure, int]:
