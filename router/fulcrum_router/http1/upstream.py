@@ -349,7 +349,8 @@ class ConnectionPool:
         self.host, self.port = host, port
         self.address = f"{host}:{port}".encode()
         self._closed = False
-        self._idle: list[EngineConnection] = []
+        self._idle: dict[EngineConnection, None] = {}
+        """Unused connections, the last used at the end. A dictionary: thousands may be lost at once."""
         self.busy: set[EngineConnection] = set()
         self.last_data_s = 0.0
         """When the endpoint last sent data, in monotonic seconds."""
@@ -364,7 +365,7 @@ class ConnectionPool:
         """Take a connection that has been idle for less than `MAX_IDLE_S`; None if there is none."""
         idle = self._idle
         while idle:
-            connection = idle.pop()
+            connection, _ = idle.popitem()
             if time.monotonic() - connection.idle_since_s < MAX_IDLE_S:
                 connection.reused = True
                 return connection
@@ -418,13 +419,12 @@ class ConnectionPool:
             connection.abort()
             return
         self.last_data_s = connection.idle_since_s = time.monotonic()
-        self._idle.append(connection)
+        self._idle[connection] = None
 
     def remove(self, connection: EngineConnection) -> None:
         """Forget a connection that is closed or about to be."""
         self.busy.discard(connection)
-        with contextlib.suppress(ValueError):
-            self._idle.remove(connection)
+        self._idle.pop(connection, None)
 
     def close(self) -> None:
         """Close idle connections now, and busy ones after their response."""
@@ -442,9 +442,10 @@ class ConnectionPool:
 
         Called by the periodic sweep. Of many legs, each call checks a portion.
         """
-        idle = self._idle
-        while idle and now_s - idle[0].idle_since_s > MAX_IDLE_S:
-            idle[0].abort()
+        for connection in list(self._idle):
+            if now_s - connection.idle_since_s <= MAX_IDLE_S:
+                break
+            connection.abort()
         for connection in self._portions.take(self.busy):
             if connection in self.busy:  # its response may have ended since its portion was made
                 connection.enforce_timeouts(now_s)
