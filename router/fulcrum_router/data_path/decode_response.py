@@ -291,10 +291,10 @@ class DecodeResponse(Completion[None]):
         return self._last_sent.rstrip().endswith(DONE_EVENT)
 
     def _collect(self, data: bytes) -> None:
-        """Buffer a JSON response up to its end; above the limit send it on (a 5xx is never sent)."""
+        """Buffer a JSON response up to its end; above the limit send it on (a failure is never sent)."""
         self._body_bytes += len(data)
         assert self.head is not None
-        if self.head.status >= 500:
+        if is_shed_or_failed(self.head.status):
             if self._body_bytes > MAX_BUFFERED_BODY_BYTES:
                 self._abort(Failure.STATUS, f"the engine returned status {self.head.status}")
             return
@@ -414,7 +414,7 @@ class DecodeResponse(Completion[None]):
         self.head = head
         if (
             head.is_event_stream
-            or head.status >= 400
+            or head.status != 200
             or ABORT in content
             or content.startswith(ERROR_BODY)
             or self._continued is not None

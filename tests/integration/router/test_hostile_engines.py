@@ -79,6 +79,8 @@ def send_and_close(data: bytes) -> Script:
 FOR_EVER = itertools.repeat
 BAD_RESPONSES = {
     "garbage": send(bytes(range(256)) * 300),
+    "a redirect": send(b"HTTP/1.1 307 Moved\r\nlocation: http://x/\r\ncontent-length: 0\r\n\r\n"),
+    "no content": send(b"HTTP/1.1 204 No Content\r\n\r\n"),
     "another protocol": send(b"SSH-2.0-OpenSSH_9.9\r\n\r\n"),
     "an endless head": send_for_ever(OK_HEAD, FOR_EVER(b"x-more: " + b"y" * 10_000 + b"\r\n")),
     "an endless header": send_for_ever(OK_HEAD + b"x-more: ", FOR_EVER(b"y" * 10_000)),
@@ -216,7 +218,7 @@ DEEP = json.loads("[" * 500 + "]" * 500)
         pytest.param(send_params(a_later_field=DEEP), id="params that are nested too deep"),
         *(
             pytest.param(BAD_RESPONSES[name], id=name)
-            for name in ("garbage", "an endless head", "two lengths")
+            for name in ("garbage", "an endless head", "two lengths", "a redirect", "no content")
         ),
         pytest.param(drip(OK_HEAD + b"content-length: 900\r\n\r\n" + b" " * 900), id="a body that drips"),
     ],

@@ -147,6 +147,7 @@ async def test_a_client_cannot_set_reserved_fields(client: aiohttp.ClientSession
         pytest.param(respond_with_status(500), 502, 2, id="an error is retried once"),
         pytest.param(respond_with_status(503), 503, 2, id="overload is retried once, and said"),
         pytest.param(close_connection, 502, 2, id="a lost connection is retried once"),
+        pytest.param(respond_with_status(307), 502, 2, id="a redirect is retried once"),
         pytest.param(respond_with_status(404), 404, 1, id="a refusal is the client's"),
     ],
 )

@@ -77,8 +77,11 @@ def is_rejection(failure: Failure, status: int) -> bool:
 
 
 def is_shed_or_failed(status: int) -> bool:
-    """Whether to ask other engines before a client gets a response with this status."""
-    return status >= 500 or status in SHED_STATUSES
+    """Whether to ask other engines before a client gets a response with this status.
+
+    So too for a redirect or a success other than 200: an engine gives none, and would be always free with it.
+    """
+    return status >= 500 or status in SHED_STATUSES or (status != 200 and status < 400)
 
 
 def is_ambiguous(failure: Failure, status: int) -> bool:
