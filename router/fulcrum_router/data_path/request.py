@@ -22,7 +22,13 @@ from fulcrum_router.http1.bodies import (
 )
 from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.inline_task import Turns
-from fulcrum_router.http1.json_limits import UNCHECKED_BYTES, InvalidBody, parse_limited_object
+from fulcrum_router.http1.json_limits import (
+    UNCHECKED_BYTES,
+    InvalidBody,
+    limit_parsed,
+    limit_unparsed,
+    parse_object,
+)
 from fulcrum_router.http1.output_limits import find_output_limit
 from fulcrum_router.http1.prompt_prefix import build_prefix
 from fulcrum_router.policy import Work
@@ -97,7 +103,11 @@ async def read_long_body(
 ) -> RequestBody:
     """Do what `parse_request_body` does, in an inline task, with a turn of the event loop for each step."""
     await turns.take()
-    fields = parse_limited_object(raw)
+    brackets = limit_unparsed(raw)
+    await turns.take()
+    fields = parse_object(raw)
+    await turns.take()
+    limit_parsed(fields, raw, brackets)
     await turns.take()
     body = read_request_body(raw, fields, priority, chat=chat, passed=passed)
     await turns.take()

@@ -6,6 +6,7 @@ interrupted: no other request is served meanwhile. `bodies` parses every client'
 an engine's. What fields mean is read elsewhere.
 """
 
+import gc
 from typing import Any
 
 import orjson
@@ -36,6 +37,9 @@ _MAX_QUOTES = 16_384
 """Quotation marks that are looked for, at 0.2 µs each; what follows them counts as no text."""
 _BACKSLASH, _MAX_BACKSLASH_RUN = ord("\\"), 64
 _UNCHECKED_OPENINGS = 32
+_UNCOLLECTED_BYTES = 16_384
+"""A shorter body has too few arrays and objects to start a collection of garbage."""
+_TOO_MANY_CONTAINERS = f"the body has more than {MAX_CONTAINERS} arrays and objects"
 _MAX_DROPPED_TEXTS = 32_768
 _MAX_EXACT_BYTES = 3_000_000
 """Texts of larger bodies are not dropped before the count: that would take as long as parsing."""
@@ -47,27 +51,74 @@ class InvalidBody(ValueError):
 
 
 def parse_limited_object(raw: bytes) -> dict[str, Any]:
-    """Parse a JSON object.
+    """Parse a JSON object: the three steps, of which each has a turn of the event loop if a body is long.
 
     Raises:
         InvalidBody: if `raw` is not a JSON object, or exceeds a limit.
+    """
+    brackets = limit_unparsed(raw)
+    parsed = parse_object(raw)
+    limit_parsed(parsed, raw, brackets)
+    return parsed
+
+
+def limit_unparsed(raw: bytes) -> bytes:
+    """First step: refuse a body that would take too long to parse; returns bytes that have all its brackets.
+
+    Raises:
+        InvalidBody: if a limit is exceeded.
     """
     brackets = raw  # or the separators alone, among which all brackets are
     if len(raw) > UNCHECKED_BYTES:
         brackets = find_separators(raw)
         _limit_parse_time(raw, brackets)
+    if _may_have_too_many_containers(raw, brackets):
+        without_texts = _drop_texts(raw)
+        if without_texts is not raw and _count_brackets(without_texts) > MAX_CONTAINERS:
+            raise InvalidBody(_TOO_MANY_CONTAINERS)
+    return brackets
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """Second step, without collections of garbage, which many arrays and objects would start again and again.
+
+    Raises:
+        InvalidBody: if `raw` is not a JSON object.
+    """
+    is_paused = len(raw) > _UNCOLLECTED_BYTES and gc.isenabled()
+    if is_paused:
+        gc.disable()
     try:
         parsed = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise InvalidBody(f"the body is not JSON: {error}") from None
+    finally:
+        if is_paused:
+            gc.enable()
     if type(parsed) is not dict:
         raise InvalidBody("the body is not a JSON object")
+    return parsed
+
+
+def limit_parsed(parsed: dict[str, Any], raw: bytes, brackets: bytes) -> None:
+    """Third step: what only the parsed values tell, since brackets in texts are none.
+
+    Raises:
+        InvalidBody: if a limit is exceeded.
+    """
     # Most bodies have few brackets: these are neither deep nor many.
     if _count_openings(brackets, _UNCHECKED_OPENINGS) >= _UNCHECKED_OPENINGS:
         _limit_depth(parsed)
-        if len(raw) > 2 * MAX_CONTAINERS and _count_openings(brackets, MAX_CONTAINERS) > MAX_CONTAINERS:
+        if _may_have_too_many_containers(raw, brackets):
             _limit_containers(parsed)
-    return parsed
+
+
+def _may_have_too_many_containers(raw: bytes, brackets: bytes) -> bool:
+    return len(raw) > 2 * MAX_CONTAINERS and _count_brackets(brackets) > MAX_CONTAINERS
+
+
+def _count_brackets(raw: bytes) -> int:
+    return raw.count(b"[") + raw.count(b"{")
 
 
 def _count_openings(raw: bytes, limit: int) -> int:
@@ -82,11 +133,10 @@ def find_separators(raw: bytes) -> bytes:
 
 def estimate_parse_s(size: int, separators: bytes) -> float:
     """Estimate the seconds that parsing takes, from the size of a body and its `find_separators`."""
-    containers = separators.count(b"[") + separators.count(b"{")
     return (
         _PARSE_S_PER_BYTE * size
         + _PARSE_S_PER_VALUE * separators.count(b",")
-        + _PARSE_S_PER_CONTAINER * containers
+        + _PARSE_S_PER_CONTAINER * _count_brackets(separators)
         + _PARSE_S_PER_NAME * separators.count(b":")
     )
 
@@ -161,7 +211,7 @@ def _limit_containers(parsed: dict[str, Any]) -> None:
     while level:
         count += len(level)
         if count > MAX_CONTAINERS:
-            raise InvalidBody(f"the body has more than {MAX_CONTAINERS} arrays and objects")
+            raise InvalidBody(_TOO_MANY_CONTAINERS)
         level = [value for outer in level for value in _iterate(outer) if type(value) in (list, dict)]
 
 

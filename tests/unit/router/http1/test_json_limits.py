@@ -1,5 +1,6 @@
 """Limits on the structure of a client's JSON, and the time that checking them takes."""
 
+import gc
 import re
 import time
 
@@ -55,6 +56,38 @@ def test_a_body_that_is_nested_too_deep_is_rejected_within_a_millisecond(body: b
 def test_brackets_within_texts_are_not_counted() -> None:
     body = orjson.dumps({"prompt": "[{" * json_limits.MAX_CONTAINERS})
     assert parse_limited_object(body)["prompt"].startswith("[{[{")
+
+
+def test_brackets_within_very_many_texts_are_not_counted() -> None:
+    body = orjson.dumps({"a": ["[{"] * (json_limits.MAX_CONTAINERS + 1)})
+    assert parse_limited_object(body) == orjson.loads(body)
+
+
+def test_a_body_with_too_many_arrays_is_rejected_before_it_is_parsed() -> None:
+    with pytest.raises(InvalidBody, match="more than 32768 arrays"):
+        json_limits.limit_unparsed(b'{"a":["x",' + b"[]," * json_limits.MAX_CONTAINERS + b"1]}")
+
+
+def test_a_body_with_many_arrays_starts_no_collection_of_garbage() -> None:
+    body, collected = b'{"a":[' + b"[]," * 30_000 + b"1]}", list[str]()
+
+    def on_collection(phase: str, _info: dict[str, int]) -> None:
+        collected.append(phase)
+
+    gc.callbacks.append(on_collection)
+    try:
+        parsed = json_limits.parse_object(body)
+        during = len(collected)
+    finally:
+        gc.callbacks.remove(on_collection)
+    assert (during, len(parsed["a"]), gc.isenabled()) == (0, 30_001, True)
+
+
+@pytest.mark.parametrize("body", [b"{" + b" " * 20_000, b"[" + b" " * 20_000 + b"]"])
+def test_garbage_is_collected_after_a_body_that_is_no_object(body: bytes) -> None:
+    with pytest.raises(InvalidBody):
+        json_limits.parse_object(body)
+    assert gc.isenabled()
 
 
 def test_a_body_with_too_many_arrays_is_rejected() -> None:
