@@ -1,6 +1,6 @@
 """Hostile load: 37 kinds of hostile clients and 11 of engines at once, with 50 good requests a second.
 
-    make bench NAME=hostile ARGS="[--minutes N] [--rate R] [--seed N]"
+    make bench NAME=hostile ARGS="[--minutes N] [--rate R] [--seed N] [--compiled]"
 
 A router, two prefill and two decode instances (simulated engines), one hostile engine of each role. Good
 requests are sent for a while without hostile ones, then with them, then without again. Printed: good requests
@@ -13,6 +13,7 @@ processor is idle, which the printed processor time and number of attacks show.
 
 Exit code 1 if a good request failed, if p99 is more than twice that without, if memory grew by more than 5 %
 from the middle third of the hostile time to the last, or if a stall (p99.99 of processor time) exceeds 20 ms.
+With `--compiled` the router's data path is compiled, as in the image.
 """
 
 import argparse
@@ -51,6 +52,7 @@ from fulcrum_router.http1.limits import raise_file_limit
 from fulcrum_simulator.percentile import percentile
 from tests.integration.router.measured_router import MeasuredRouter, Stalls, run_measured_router
 from tests.integration.simulator.servers import Server, launch, ready
+from tools.compiled.build import compile_packages
 
 QUIET_S = 30.0
 QUICK = {
@@ -241,12 +243,13 @@ def run_engines(count: int) -> Iterator[list[Server]]:
             server.kill()
 
 
-async def run(minutes: float, rate: float, seed: int) -> int:
+async def run(minutes: float, rate: float, seed: int, compiled: Path | None) -> int:
     """Run the three phases and print the report; return the exit code."""
     rng, side = random.Random(seed), HostileSide(seed)
     with run_engines(4) as engines:
         ports = [engine.port for engine in engines]
-        async with run_measured_router([*ports[:2], side.prefill], [*ports[2:], side.decode]) as router:
+        prefill, decode = [*ports[:2], side.prefill], [*ports[2:], side.decode]
+        async with run_measured_router(prefill, decode, compiled=compiled) as router:
             parts = {
                 "router": [router.process.pid],
                 "engines": [engine.process.pid for engine in engines],
@@ -306,6 +309,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0, help="time with hostile load (%(default)s)")
     parser.add_argument("--rate", type=float, default=50.0, help="good requests a second (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="seed of all requests (%(default)s)")
+    parser.add_argument("--compiled", action="store_true", help="compile the router's data path first")
     parser.add_argument("--hostile", choices=("engines", "clients"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     raise_file_limit()
@@ -313,7 +317,8 @@ def main() -> None:
         die_with_parent()
         uvloop.run((run_hostile_engines if given.hostile == "engines" else run_hostile_clients)(given.seed))
     else:
-        sys.exit(uvloop.run(run(given.minutes, given.rate, given.seed)))
+        compiled = compile_packages() if given.compiled else None
+        sys.exit(uvloop.run(run(given.minutes, given.rate, given.seed, compiled)))
 
 
 if __name__ == "__main__":
