@@ -72,9 +72,10 @@ def limit_unparsed(raw: bytes) -> bytes:
     if len(raw) > UNCHECKED_BYTES:
         brackets = find_separators(raw)
         _limit_parse_time(raw, brackets)
-    if _may_have_too_many_containers(raw, brackets):
-        without_texts = _drop_texts(raw)
-        if without_texts is not raw and _count_brackets(without_texts) > MAX_CONTAINERS:
+    count = _count_brackets(brackets) if len(raw) > 2 * MAX_CONTAINERS else 0
+    if count > MAX_CONTAINERS and raw.count(b'"') <= _MAX_QUOTES:
+        within_texts = len(raw) - count_bytes_outside_texts(raw)
+        if count - within_texts > MAX_CONTAINERS:
             raise InvalidBody(_TOO_MANY_CONTAINERS)
     return brackets
 
@@ -109,16 +110,13 @@ def limit_parsed(parsed: dict[str, Any], raw: bytes, brackets: bytes) -> None:
     # Most bodies have few brackets: these are neither deep nor many.
     if _count_openings(brackets, _UNCHECKED_OPENINGS) >= _UNCHECKED_OPENINGS:
         _limit_depth(parsed)
-        if _may_have_too_many_containers(raw, brackets):
+        if len(raw) > 2 * MAX_CONTAINERS and _count_brackets(brackets) > MAX_CONTAINERS:
             _limit_containers(parsed)
 
 
-def _may_have_too_many_containers(raw: bytes, brackets: bytes) -> bool:
-    return len(raw) > 2 * MAX_CONTAINERS and _count_brackets(brackets) > MAX_CONTAINERS
-
-
 def _count_brackets(raw: bytes) -> int:
-    return raw.count(b"[") + raw.count(b"{")
+    """Count opening brackets; `bytes.count` takes three times as long where there are many."""
+    return len(raw) - len(raw.translate(None, b"[{"))
 
 
 def _count_openings(raw: bytes, limit: int) -> int:
