@@ -73,7 +73,7 @@ def limit_unparsed(raw: bytes) -> bytes:
         brackets = find_separators(raw)
         _limit_parse_time(raw, brackets)
     count = _count_brackets(brackets) if len(raw) > 2 * MAX_CONTAINERS else 0
-    if count > MAX_CONTAINERS and raw.count(b'"') <= _MAX_QUOTES:
+    if count > MAX_CONTAINERS and len(raw.split(b'"', _MAX_QUOTES)) <= _MAX_QUOTES:
         within_texts = len(raw) - count_bytes_outside_texts(raw)
         if count - within_texts > MAX_CONTAINERS:
             raise InvalidBody(_TOO_MANY_CONTAINERS)
