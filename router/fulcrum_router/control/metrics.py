@@ -466,7 +466,8 @@ def _build_router_gauges(router: Router) -> Iterator[Metric]:
         "Requests and unsent responses that were refused because the router had no memory for them.",
         router.request_memory.refusals,
     )
-    yield gauge("request_memory_bytes", "Bytes of requests and unsent responses held.", memory.held_bytes)
+    held_bytes = memory.held_bytes + memory.unsent_bytes
+    yield gauge("request_memory_bytes", "Bytes of requests and unsent responses held.", held_bytes)
     yield gauge("request_memory_max_bytes", "Limit of fulcrum_router_request_memory_bytes.", memory.max_bytes)
     yield gauge("active", "1 if traffic is directed to this router, 0 if it is a standby.", router.active)
     yield gauge("tokens_per_byte", "Learned tokens per byte of prompt text.", router.tokens_per_byte.value)

@@ -159,8 +159,9 @@ class ClientConnection:
         if self._exchange is not None:
             self._exchange.cancel()
         memory, reader = self._server.memory, self._reader
-        memory.release(reader.held_bytes + self._unread_bytes + self._unsent_bytes)
+        memory.release(reader.held_bytes + self._unread_bytes)
         memory.unfinished_bytes -= reader.unfinished_bytes
+        memory.unsent_bytes -= self._unsent_bytes
         reader.held_bytes = reader.unfinished_bytes = self._unread_bytes = self._unsent_bytes = 0
         reader.close()
 
@@ -184,7 +185,7 @@ class ClientConnection:
         self.paused = True
         self._waiting_since_s = time.monotonic()
         unsent_bytes = self._transport.get_write_buffer_size()
-        if not self._server.memory.hold(unsent_bytes, body_bytes=unsent_bytes):
+        if not self._server.memory.hold_unsent(unsent_bytes):
             self._transport.abort()
             return
         self._unsent_bytes = unsent_bytes
@@ -193,7 +194,7 @@ class ClientConnection:
 
     def resume_writing(self) -> None:
         self.paused = False
-        self._server.memory.release(self._unsent_bytes)
+        self._server.memory.unsent_bytes -= self._unsent_bytes
         self._unsent_bytes = 0
         if self._exchange is not None:
             self._exchange.resume()

@@ -31,6 +31,10 @@ LARGE_SHARE: Final = 0.75
 """Share of the limit that large bodies may take: they leave room for others."""
 UNFINISHED_SHARE: Final = 0.5
 """Share of the limit for bodies that came in part: slow senders leave room for those that send at once."""
+UNSENT_SHARE: Final = 0.5
+"""Share of the limit for responses that clients have not read, besides the held bytes: if both had one limit,
+waiting bodies of one client would cut off the responses of others.
+"""
 FEW_SHARE: Final = 0.0625
 """Share of the limit up to which values of bodies that are not large are not counted: these may take 12 times
 as much memory as estimated without.
@@ -60,11 +64,19 @@ class RequestMemory:
         limit_bytes: Memory that the process may have; None: not limited.
     """
 
-    __slots__ = ("_is_short", "held_bytes", "limit_bytes", "max_bytes", "refusals", "unfinished_bytes")
+    __slots__ = (
+        "_is_short",
+        "held_bytes",
+        "limit_bytes",
+        "max_bytes",
+        "refusals",
+        "unfinished_bytes",
+        "unsent_bytes",
+    )
 
     def __init__(self, max_bytes: int = MAX_HELD_BYTES, *, limit_bytes: int | None = None) -> None:
         self.max_bytes, self.limit_bytes = max_bytes, limit_bytes
-        self.held_bytes = self.unfinished_bytes = self.refusals = 0
+        self.held_bytes = self.unfinished_bytes = self.unsent_bytes = self.refusals = 0
         self._is_short = False
 
     def hold(self, size: int, *, body_bytes: int) -> bool:
@@ -86,6 +98,15 @@ class RequestMemory:
             self.refusals += 1
             return False
         self.unfinished_bytes += size
+        return True
+
+    def hold_unsent(self, size: int) -> bool:
+        """Count `size` bytes of a response that its client has not read; False if these are too many."""
+        share = SHORT_HELD_SHARE if self._is_short else UNSENT_SHARE
+        if self.unsent_bytes + size > self.max_bytes * share:
+            self.refusals += 1
+            return False
+        self.unsent_bytes += size
         return True
 
     @property

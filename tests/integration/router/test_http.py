@@ -17,7 +17,7 @@ from fulcrum_router.control.metrics_port import make_metrics_app
 from fulcrum_router.control.requests_page import RequestsPage
 from fulcrum_router.data_path import downstream as client_module
 from fulcrum_router.http1 import requests as request_module
-from fulcrum_router.http1.limits import UNFINISHED_SHARE, estimate_parsed_bytes
+from fulcrum_router.http1.limits import LARGE_BODY_BYTES, UNFINISHED_SHARE, estimate_parsed_bytes
 from tests.integration.router.fake_engines import (
     DEADLINE_S,
     FakeEngine,
@@ -450,11 +450,30 @@ async def test_clients_that_do_not_read_are_disconnected_when_their_responses_fi
             writers.append(writer)
             await wait_until(partial(has_requests, world["d1"], number), "the stream began")
         await wait_until(lambda: len(clients.connections) < 8, "some are disconnected")
-        assert memory.held_bytes <= memory.max_bytes
+        assert memory.unsent_bytes <= memory.max_bytes / 2
         for writer in writers:
             writer.transport.abort()
         await wait_until(lambda: not clients.connections, "all are closed")
-        assert memory.held_bytes == 0
+        assert (memory.held_bytes, memory.unsent_bytes) == (0, 0)
+
+
+async def test_waiting_bodies_of_one_client_do_not_cut_the_response_of_another() -> None:
+    text = "x" * 20_000_000  # more than the buffers of the two sockets
+
+    async def answer(response: ResponseWriter) -> None:
+        await response.json(200, {"choices": [{"text": text}]})
+
+    async with run_router(FakeEngine("p1"), FakeEngine("d1", decode=answer)) as world:
+        memory = world.server.clients.memory
+        memory.max_bytes = 16_000_000
+        assert memory.hold(12_000_000, body_bytes=LARGE_BODY_BYTES + 1), "large bodies may take so much"
+        reader, writer = await asyncio.open_connection("127.0.0.1", world.port)
+        writer.write(build_post(BODY, "connection: close"))
+        await wait_until(lambda: memory.unsent_bytes > LARGE_BODY_BYTES, "the client does not read")
+        async with asyncio.timeout(DEADLINE_S):
+            assert text.encode() in await reader.read()
+        memory.release(12_000_000)
+        writer.close()
 
 
 async def test_a_rejected_client_that_still_sends_can_read_why() -> None:

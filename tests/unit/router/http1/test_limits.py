@@ -14,6 +14,7 @@ from fulcrum_router.http1.limits import (
     SHORT_HELD_SHARE,
     TENANT_KEPT_SHARE,
     UNFINISHED_SHARE,
+    UNSENT_SHARE,
     KeptBytes,
     RequestMemory,
     compute_max_held_bytes,
@@ -93,6 +94,18 @@ def test_large_and_unfinished_bodies_leave_room_for_others() -> None:
     assert not memory.hold_unfinished(1)
     assert memory.hold(1_000 - large, body_bytes=10)
     assert (memory.held_bytes, memory.unfinished_bytes, memory.refusals) == (1_000, unfinished, 2)
+
+
+def test_unsent_responses_and_bodies_leave_room_for_each_other() -> None:
+    memory = RequestMemory(1_000, limit_bytes=10_000)
+    assert memory.hold(1_000, body_bytes=1)
+    unsent = int(1_000 * UNSENT_SHARE)
+    assert memory.hold_unsent(unsent)
+    assert not memory.hold_unsent(1)
+    assert (memory.held_bytes, memory.unsent_bytes, memory.refusals) == (1_000, unsent, 1)
+    memory.unsent_bytes = 0
+    memory.check(9_000)
+    assert not memory.hold_unsent(int(1_000 * SHORT_HELD_SHARE) + 1)
 
 
 def test_a_tenant_alone_keeps_all_bytes_but_the_share_of_another() -> None:
