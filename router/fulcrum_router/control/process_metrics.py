@@ -1,4 +1,4 @@
-"""The metrics `process_*` of the router, which cost the same however many files are open.
+"""The metrics `process_*` of the router, which from Linux 6.2 on cost the same however many files are open.
 
 The collector of prometheus_client lists all open files of the process at each rendering: 25 ms with 19,000
 connections, for which all requests wait.
@@ -28,7 +28,7 @@ _GAUGES = {
 class ProcessMetrics(Collector):
     """Processor time, memory and open files of this process, under the names of prometheus_client.
 
-    There are none where /proc is missing, as on macOS.
+    None where /proc is missing, as on macOS.
     """
 
     def __init__(self) -> None:

@@ -18,9 +18,9 @@ MAX_CONTAINERS = 32_768
 MAX_PARSE_S = 0.018
 """Longest time that parsing one body may take, as `estimate_parse_s` estimates it."""
 MAX_BACKSLASHES = 2_000_000
-"""Escaped characters in one body: to serialise one for the prefill leg takes longer than to parse it."""
+"""Backslashes in one body: it takes longer to serialise an escaped character again than to parse it."""
 UNCHECKED_BYTES = 262_144
-"""A body of this size is parsed in a third of `MAX_PARSE_S`, whatever it holds."""
+"""A body of this size is parsed in 60 % of `MAX_PARSE_S` at most, whatever it holds."""
 
 _PARSE_S_PER_BYTE, _PARSE_S_PER_VALUE, _PARSE_S_PER_CONTAINER, _PARSE_S_PER_NAME = (
     1.1e-9,
@@ -34,11 +34,11 @@ _PARSE_S_PER_LONG_DIGIT = 5.4e-9
 _SHORT_VALUE_BYTES = 8
 """A value of this length, its comma and space included, takes no longer than `_PARSE_S_PER_VALUE`."""
 _MAX_QUOTES = 16_384
-"""Quotation marks that are looked for, at 0.2 µs each; what follows them counts as no text."""
+"""Quotation marks that are looked for, at 0.2 µs each; bytes after the last one count as outside texts."""
 _BACKSLASH, _MAX_BACKSLASH_RUN = ord("\\"), 64
 _UNCHECKED_OPENINGS = 32
-_UNCOLLECTED_BYTES = 16_384
-"""A shorter body has too few arrays and objects to start a collection of garbage."""
+_UNCOLLECTED_BYTES = 15_000
+"""A shorter body has fewer arrays and objects than start a collection of garbage (`server.GC_THRESHOLDS`)."""
 _TOO_MANY_CONTAINERS = f"the body has more than {MAX_CONTAINERS} arrays and objects"
 _MAX_DROPPED_TEXTS = 32_768
 _MAX_EXACT_BYTES = 3_000_000
@@ -74,6 +74,7 @@ def limit_unparsed(raw: bytes) -> bytes:
         _limit_parse_time(raw, brackets)
     count = _count_brackets(brackets) if len(raw) > 2 * MAX_CONTAINERS else 0
     if count > MAX_CONTAINERS and len(raw.split(b'"', _MAX_QUOTES)) <= _MAX_QUOTES:
+        # As if all bytes within texts were brackets: whoever is above the limit even so is refused.
         within_texts = len(raw) - count_bytes_outside_texts(raw)
         if count - within_texts > MAX_CONTAINERS:
             raise InvalidBody(_TOO_MANY_CONTAINERS)
@@ -102,7 +103,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def limit_parsed(parsed: dict[str, Any], raw: bytes, brackets: bytes) -> None:
-    """Third step: what only the parsed values tell, since brackets in texts are none.
+    """Third step: check what the bytes cannot show, since brackets in texts are no arrays or objects.
 
     Raises:
         InvalidBody: if a limit is exceeded.

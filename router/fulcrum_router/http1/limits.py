@@ -1,7 +1,7 @@
 """Limits of one router over all its clients: memory of requests and unsent responses, open connections.
 
-The router's state holds them, and `downstream` and `continuation` take from them. The limits of one request
-are those of `requests`, the limits of one connection those of `downstream`.
+The router's state holds them; `requests`, `downstream` and `continuation` take from them. The limits of one
+request are those of `requests`, the limits of one connection those of `downstream`.
 
 What a body costs is estimated before it is parsed. The estimates are checked against the memory that the
 process really has: near the limit of its container little is accepted, so that the kernel does not end it.

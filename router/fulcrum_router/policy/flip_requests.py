@@ -1,8 +1,8 @@
-"""Flip requests that the autoscaler has not read yet: the newest for each role.
+"""The newest flip request for each role. A reader passes the number of the last one that it has seen.
 
 Of several requests for one role the newest is enough, since the autoscaler decides by the state that it reads
-then. A request for the other role needs its own decision: that for decode may be refused (floor, pin) where
-one for prefill is granted. `fleet.flip_requests` adds the waiting for the router; the simulated router uses
+then. A request for the other role needs its own decision: a flip to decode may be refused (floor, pin) where
+a flip to prefill is granted. `fleet.flip_requests` adds the waiting for the router; the simulated router uses
 these alone.
 """
 

@@ -27,7 +27,10 @@ class SlowTurnError(AssertionError):
 
 @contextlib.contextmanager
 def limit_turn() -> Iterator[None]:
-    """What a target does in here is one turn of the router's event loop, whose processor time is limited."""
+    """What a target does in here is one turn of the router's event loop, whose processor time is limited.
+
+    Collections of garbage are not part of it: the run has them off.
+    """
     began_s = time.thread_time()
     yield
     took_s = time.thread_time() - began_s

@@ -73,7 +73,7 @@ class MeasuredRouter:
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
     def keep_stalls(self) -> None:
-        """Have `read_stalls` tell those until now, and not those until the end."""
+        """Save the stalls so far: `read_stalls` then returns these."""
         self.process.send_signal(signal.SIGUSR1)
 
     def read_stalls(self) -> Stalls:
