@@ -360,14 +360,19 @@ async def test_instances_of_a_fixed_pool_are_not_flipped_by_the_loop(setup: Auto
     assert "belongs to a pool that only serves Prefill" in decision.reason
 
 
-async def test_a_flip_satisfies_all_flip_requests_sent_before_its_acknowledgement(
-    setup: AutoscalerSetup,
-) -> None:
+async def start_with_one_prefill_instance(setup: AutoscalerSetup) -> None:
+    """Its queue is long, and two decode instances have little to do."""
     await setup.create_objects()
     setup.router.instances = (prefill("chat-0", 2.0), decode("chat-1", 0.01), decode("chat-2", 0.01))
     roles = {"spec": {"roles": {"chat-1": {"role": "Decode"}}}}
     await setup.store.patch(PDAssignment, "chat", roles, namespace="default")
     await setup.refresh_assignment()
+
+
+async def test_a_flip_satisfies_all_flip_requests_sent_before_its_acknowledgement(
+    setup: AutoscalerSetup,
+) -> None:
+    await start_with_one_prefill_instance(setup)
     setup.router.seq_at_acknowledgement = 9
     setup.router.flip_requests.put_nowait(FlipRequest(seq=5, role=Role.PREFILL, reason="TTFT 2 s"))
     assert await setup.autoscaler.handle_next_flip_request(4) == 9
@@ -385,11 +390,7 @@ FOR_BOTH_ROLES = FlipRequest(
 async def test_a_refused_flip_request_does_not_hide_the_one_for_the_other_role(
     setup: AutoscalerSetup,
 ) -> None:
-    await setup.create_objects()
-    setup.router.instances = (prefill("chat-0", 2.0), decode("chat-1", 0.01), decode("chat-2", 0.01))
-    roles = {"spec": {"roles": {"chat-1": {"role": "Decode"}}}}
-    await setup.store.patch(PDAssignment, "chat", roles, namespace="default")
-    await setup.refresh_assignment()
+    await start_with_one_prefill_instance(setup)
     setup.router.seq_at_acknowledgement = 9
     setup.router.flip_requests.put_nowait(FOR_BOTH_ROLES)
     assert await setup.autoscaler.handle_next_flip_request(4) == 9
