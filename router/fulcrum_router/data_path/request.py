@@ -103,11 +103,11 @@ async def read_long_body(
 ) -> RequestBody:
     """Do what `parse_request_body` does, in an inline task, with a turn of the event loop for each step."""
     await turns.take()
-    brackets = limit_unparsed(raw)
+    openings = limit_unparsed(raw)
     await turns.take()
     fields = parse_object(raw)
     await turns.take()
-    limit_parsed(fields, raw, brackets)
+    limit_parsed(fields, openings)
     await turns.take()
     body = read_request_body(raw, fields, priority, chat=chat, passed=passed)
     await turns.take()
