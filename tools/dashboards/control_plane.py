@@ -137,10 +137,12 @@ def _router() -> list[Panel]:
     return [
         lines(
             "Memory of requests",
-            "At the limit the router refuses bodies with a 503: raise its memory, or send smaller ones.",
+            "At the limit the router refuses bodies with a 503: raise its memory, or send smaller ones. At "
+            "half of it the router disconnects clients that do not read their responses.",
             [
                 Query(f"max(fulcrum_router_request_memory_bytes{{{SELECTOR}}})", "held"),
                 Query(f"max(fulcrum_router_request_memory_max_bytes{{{SELECTOR}}})", "limit"),
+                Query(f"max(fulcrum_router_unsent_response_bytes{{{SELECTOR}}})", "unsent responses"),
             ],
             unit="bytes",
         ),

@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from fulcrum_core.values import Role
+from fulcrum_router.control.memory_metrics import build_memory_families
 from fulcrum_router.control.process_metrics import ProcessMetrics
 from fulcrum_router.control.tier_metrics import (
     add_histogram,
@@ -460,15 +461,7 @@ def _build_router_gauges(router: Router) -> Iterator[Metric]:
     yield gauge(
         "waiting_prefill_seconds", "Predicted prefill time of the requests that wait.", room.prefill_s
     )
-    memory = router.request_memory
-    yield CounterMetricFamily(
-        "fulcrum_router_memory_refusals",
-        "Requests and unsent responses that were refused because the router had no memory for them.",
-        router.request_memory.refusals,
-    )
-    held_bytes = memory.held_bytes + memory.unsent_bytes
-    yield gauge("request_memory_bytes", "Bytes of requests and unsent responses held.", held_bytes)
-    yield gauge("request_memory_max_bytes", "Limit of fulcrum_router_request_memory_bytes.", memory.max_bytes)
+    yield from build_memory_families(router.request_memory)
     yield gauge("active", "1 if traffic is directed to this router, 0 if it is a standby.", router.active)
     yield gauge("tokens_per_byte", "Learned tokens per byte of prompt text.", router.tokens_per_byte.value)
     errors = GaugeMetricFamily(
