@@ -41,7 +41,7 @@ from fulcrum_router.http1.inline_task import Completion
 from fulcrum_router.http1.responses import build_broken_stream_event
 from fulcrum_router.http1.upstream import EngineConnection
 from fulcrum_router.kv_transfer.verification import KvTransfer
-from fulcrum_router.policy.faults.blame import is_shed_or_failed
+from fulcrum_router.policy.faults.blame import needs_another_engine
 from fulcrum_router.policy.ledger import DecodeEntry
 
 MAX_BUFFERED_BODY_BYTES = 1024 * 1024
@@ -294,7 +294,7 @@ class DecodeResponse(Completion[None]):
         """Buffer a JSON response up to its end; above the limit send it on (a failure is never sent)."""
         self._body_bytes += len(data)
         assert self.head is not None
-        if is_shed_or_failed(self.head.status):
+        if needs_another_engine(self.head.status):
             if self._body_bytes > MAX_BUFFERED_BODY_BYTES:
                 self._abort(Failure.STATUS, f"the engine returned status {self.head.status}")
             return
@@ -432,7 +432,7 @@ class DecodeResponse(Completion[None]):
         """The failure that a complete response amounts to; None if it can be sent to the client."""
         head = self.head
         assert head is not None
-        if is_shed_or_failed(head.status) or (head.status >= 400 and self._observer.doubts_rejection()):
+        if needs_another_engine(head.status) or (head.status >= 400 and self._observer.doubts_rejection()):
             return LegFailed(Failure.STATUS, f"the engine returned status {head.status}", status=head.status)
         if self.streaming:
             return LegFailed(Failure.CLOSED, "the engine ended the stream before its first token")

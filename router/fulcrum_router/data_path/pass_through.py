@@ -37,7 +37,7 @@ from fulcrum_router.http1.prompt_size import measure_conversation
 from fulcrum_router.http1.sending import send_and_wait
 from fulcrum_router.http1.upstream import ConnectionPool, EngineConnection
 from fulcrum_router.policy import Work
-from fulcrum_router.policy.faults.blame import is_ambiguous, is_shed_or_failed
+from fulcrum_router.policy.faults.blame import is_ambiguous, needs_another_engine
 from fulcrum_router.policy.journey import Action, Journey, LocalPrefillReason, StopReason
 from fulcrum_router.policy.journey.machine import DEATHS, MIN_SUSPICIONS
 from fulcrum_router.policy.whole_response import compute_deadline_s
@@ -112,7 +112,7 @@ class PassThroughLeg(Completion[None]):
 
     def on_head(self, head: ResponseHead) -> None:
         self.head = head
-        if is_shed_or_failed(head.status):
+        if needs_another_engine(head.status):
             self.connection.abort()
             self._fail_with_status(head.status)
 
@@ -145,7 +145,7 @@ class PassThroughLeg(Completion[None]):
 
     def on_complete_response(self, head: ResponseHead, content: bytes) -> None:
         self.head = head
-        if is_shed_or_failed(head.status):
+        if needs_another_engine(head.status):
             self._fail_with_status(head.status)
             return
         self._forward(content)

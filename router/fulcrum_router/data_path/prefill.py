@@ -25,7 +25,7 @@ from fulcrum_router.http1.framing import CHUNKED, UNTIL_CLOSE, ResponseHead
 from fulcrum_router.http1.prompt_size import has_only_text
 from fulcrum_router.http1.sending import BufferedResponse, send_and_wait
 from fulcrum_router.http1.upstream import ConnectionPool, EngineConnection
-from fulcrum_router.policy.faults.blame import is_shed_or_failed
+from fulcrum_router.policy.faults.blame import needs_another_engine
 from fulcrum_router.policy.journey import Action, LocalPrefillReason, StopReason
 from fulcrum_router.policy.whole_response import compute_deadline_s
 
@@ -155,7 +155,7 @@ class PrefillLeg:
 
     def _reject(self, status: int, content: bytes, head: ResponseHead) -> None:
         """Fail the leg after a 5xx or 429; forward any other status, since the client's request caused it."""
-        if is_shed_or_failed(status):
+        if needs_another_engine(status):
             raise LegFailed(Failure.STATUS, f"the engine returned status {status}", status=status)
         legs = self._request.legs
         if legs.doubts_rejection(self._instance):

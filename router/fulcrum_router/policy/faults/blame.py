@@ -76,10 +76,11 @@ def is_rejection(failure: Failure, status: int) -> bool:
     return failure is Failure.STATUS and 400 <= status < 500 and status not in SHED_STATUSES
 
 
-def is_shed_or_failed(status: int) -> bool:
+def needs_another_engine(status: int) -> bool:
     """Whether to ask other engines before a client gets a response with this status.
 
-    So too for a redirect or a success other than 200: an engine gives none, and would be always free with it.
+    Also if it is a redirect or a success other than 200: no engine that works responds so, and one that
+    always does would look like the one with the least work.
     """
     return status >= 500 or status in SHED_STATUSES or (status != 200 and status < 400)
 
