@@ -50,7 +50,12 @@ from fulcrum_cluster.process import die_with_parent
 from fulcrum_core.profiles import load_profile
 from fulcrum_router.http1.limits import raise_file_limit
 from fulcrum_simulator.percentile import percentile
-from tests.integration.router.measured_router import MeasuredRouter, Stalls, run_measured_router
+from tests.integration.router.measured_router import (
+    MeasuredRouter,
+    Stalls,
+    read_cpu_s,
+    run_measured_router,
+)
 from tests.integration.simulator.servers import Server, launch, ready
 from tools.compiled.build import compile_packages
 
@@ -175,12 +180,6 @@ async def ask_for_health(port: int, latencies_s: list[float]) -> None:
         await exchange(port, b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         latencies_s.append(time.monotonic() - began_s)
         await asyncio.sleep(0.1)
-
-
-def read_cpu_s(pid: int) -> float:
-    """Read the processor time that a process has used, in seconds."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass

@@ -104,8 +104,7 @@ async def run_measured_router(
         static = [f"{role}=" + ",".join(f"127.0.0.1:{port}" for port in ports)
                   for role, ports in (("prefill", prefill), ("decode", decode)) if ports]  # fmt: skip
         command = [sys.executable, "-m", __name__, folder, "--service", "tiny", "--static", *static]
-        paths = [str(compiled)] if compiled else []
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, *sys.path])}
+        environment = {**os.environ, "PYTHONPATH": str(compiled)} if compiled else None
         with open(Path(folder) / "log", "wb") as log:
             process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
