@@ -12,7 +12,7 @@ import time
 
 from fulcrum_core.router_state import FlipRequest
 from fulcrum_core.values import Role
-from fulcrum_router.policy.flip_requests import NewestFlipRequests
+from fulcrum_router.policy.newest_flip_requests import NewestFlipRequests
 
 
 class Notifier:

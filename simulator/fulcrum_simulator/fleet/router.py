@@ -19,9 +19,9 @@ from fulcrum_core.router_state import RouterState
 from fulcrum_core.values import AdmissionMode, Slo
 from fulcrum_router.policy import FlipProposal, FlipProposalRules, PairKey, TransferOutcome, TransferPairs
 from fulcrum_router.policy.faults.failures import Failure
-from fulcrum_router.policy.flip_requests import NewestFlipRequests
 from fulcrum_router.policy.intervals import CANARY_IDLE_S, PROBE_INTERVAL_S
 from fulcrum_router.policy.journey import JourneyContext
+from fulcrum_router.policy.newest_flip_requests import NewestFlipRequests
 from fulcrum_router.policy.prefix_index import NO_PREFIX
 from fulcrum_router.policy.tiers.admission import TierAdmission
 from fulcrum_router.policy.tiers.tier_reserve import Reserve
