@@ -36,10 +36,10 @@ from tests.integration.router.measured_router import MeasuredRouter, run_measure
 MODEL = "tiny"
 SLICE_S = 15
 OPENING_S = 30.0
-"""Seconds in which the streams begin: twenty thousand new connections in one turn would be one long stall."""
+"""Seconds in which the streams begin: their 20,000 new connections in one turn would be one long stall."""
 RSS_CHANGE_MAX, STREAMS_RSS_MAX_BYTES, STALL_MAX_S = 0.05, 400_000_000, 0.020
 _BEFORE_END_S = 1.0
-"""The stalls count until so many seconds before the end of the streams."""
+"""Stalls in the last so many seconds of the streams are left out of p99.99."""
 _SPARE_FILES = 1_024
 """Open files of the router apart from those of streams, generously."""
 

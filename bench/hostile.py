@@ -8,8 +8,9 @@ that failed, their p99 with and without, the processor time of each part, how lo
 `/health` takes (which needs no engine), the router's memory over time and the stalls of its event loop.
 
 Elsewhere hostile clients have machines of their own. Here they share the processors with the router, the
-engines and the good clients, and therefore run at the lowest priority: their attacks are as many as long as a
-processor is idle, which the printed processor time and number of attacks show.
+engines and the good clients, and therefore run at the lowest priority: they attack with the processor time
+that nobody else uses. How much that was, and how many attacks, is printed. Hostile engines have the usual
+priority.
 
 Exit code 1 if a good request failed, if p99 is more than twice that without, if memory grew by more than 5 %
 from the middle third of the hostile time to the last, or if a stall (p99.99 of processor time) exceeds 20 ms.
@@ -288,7 +289,7 @@ def report(
     first, last = statistics.median(memory[third : 2 * third] or memory), statistics.median(memory[-third:])
     print(f"memory each tenth: {[size >> 20 for size in memory[:: max(1, len(memory) // 10)]]} MiB")
     print(
-        f"event loop: {stalls.turns} turns, processor time p99.99 {stalls.cpu_p9999_s * 1e3:.1f} ms,"
+        f"event loop: {stalls.ticks} measurements, processor time p99.99 {stalls.cpu_p9999_s * 1e3:.1f} ms,"
         f" max {stalls.cpu_max_s * 1e3:.1f} ms; with other processes {stalls.wall_p9999_s * 1e3:.1f} and"
         f" {stalls.wall_max_s * 1e3:.1f} ms"
     )

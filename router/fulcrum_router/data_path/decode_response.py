@@ -1,7 +1,8 @@
-"""The response of a decode leg: what of an engine's bytes goes to the client, and from when on.
+"""The response of a decode leg: which bytes of an engine go to the client, and when.
 
 The body is forwarded unchanged, but for three things: a usage event that the router requested is removed, a
-failure of the engine is never sent, and a stream that another engine began is continued in that one's chunks.
+failure of the engine is never sent, and a stream that another engine began is continued in the format of that
+engine's chunks.
 
 The first byte is the first one sent to the client. Until then another instance can take over unnoticed, so a
 stream is buffered up to the first chunk with a token: every event but `[DONE]` and the usage counts as one.
@@ -53,7 +54,7 @@ _TOO_LONG = "the engine computes, but the response exceeds the time limit for it
 
 
 class ResponseState(Enum):
-    """What happens with the bytes that the engine sends."""
+    """What happens to the bytes that the engine sends."""
 
     BUFFERING = "buffering"
     """Nothing was sent to the client: another instance can take over."""
@@ -250,7 +251,7 @@ class DecodeResponse(Completion[None]):
         return self._continued.rewrite(data)
 
     def _take_error(self, data: bytes) -> bool:
-        """Read an error event; return whether it is the client's and goes there with the rest.
+        """Read an error event; return whether the client caused it (4xx): then it is forwarded.
 
         Another error fails the leg: what came before it is sent to a client that has a part already.
         """
@@ -291,7 +292,7 @@ class DecodeResponse(Completion[None]):
         return self._last_sent.rstrip().endswith(DONE_EVENT)
 
     def _collect(self, data: bytes) -> None:
-        """Buffer a JSON response up to its end; above the limit send it on (a failure is never sent)."""
+        """Buffer a JSON response up to its end; send it on above the limit, except an error status."""
         self._body_bytes += len(data)
         assert self.head is not None
         if needs_another_engine(self.head.status):
@@ -404,7 +405,7 @@ class DecodeResponse(Completion[None]):
         self.set_result(None)
 
     def _is_complete(self) -> bool:
-        """Whether a response without a length is whole: an engine that dies ends it as one that is done."""
+        """Whether a response without a length is whole: an engine that crashes closes the connection, too."""
         head = self.head
         if head is None or head.length != UNTIL_CLOSE:
             return True

@@ -41,7 +41,7 @@ from fulcrum_router.router import Router
 from fulcrum_router.settings import ServiceSettings
 
 LONG_BODY_BYTES = UNCHECKED_BYTES
-"""Larger bodies are handled in steps of up to 20 ms, with other work of the event loop between them."""
+"""Larger bodies are handled in steps, with other work of the event loop between them."""
 
 _CANCELLED = RequestOutcome.CANCELLED  # an attribute of an enum is slow to read
 
@@ -254,7 +254,7 @@ class ServedRequest:
     async def continue_stream(self) -> int | None:
         """Called in an inline task: replace the body, so that the next legs generate the rest of a stream.
 
-        Returns the output tokens that the client has from the last leg; None: the rest cannot be had.
+        Returns the output tokens that the client has from the last leg; None: the rest cannot be generated.
         """
         continuation = self.continuation
         if continuation is None or continuation.output is None:

@@ -31,7 +31,7 @@ _KV_BLOCKS = re.compile(rb'\bnum_gpu_blocks="(\d{1,9})"')
 MAX_SAMPLE = 2**53
 """A larger value is not believed: no engine counts so far, and products of such values are finite."""
 MAX_SAMPLES = 1_024
-"""Samples of one metric, those of metrics whose names begin with its name included; a page with more is not
+"""Occurrences of one metric's name, those in comments and in longer names included; a page with more is not
 believed. No other request is served while they are read, and an engine has a few of each.
 """
 MAX_KV_TOKENS = 2**30
@@ -41,7 +41,7 @@ MAX_KV_TOKENS = 2**30
 def sum_samples(text: bytes, name: bytes, *, label: bytes = b"") -> float | None:
     """Add up all samples of one metric in an exposition; with `label`, those that have it.
 
-    None: there is no sample, there are more than `MAX_SAMPLES`, or one is not a number from 0 to
+    None: there is no sample, its name occurs more than `MAX_SAMPLES` times, or one is not a number from 0 to
     `MAX_SAMPLE`. All metrics of an engine that the router reads are counts, times or shares.
     """
     total, found, start = 0.0, False, 0
@@ -71,14 +71,14 @@ def sum_samples(text: bytes, name: bytes, *, label: bytes = b"") -> float | None
 
 
 def read_request_count(text: bytes) -> int | None:
-    """Read the number of requests that run or wait in an engine; None if the exposition lacks one of both."""
+    """Read the number of requests that run or wait in an engine; None if the exposition lacks either."""
     running, waiting = sum_samples(text, _RUNNING), sum_samples(text, _WAITING)
     total = _add(running, waiting)
     return None if total is None else int(total)
 
 
 def read_tokens_computed(text: bytes) -> float | None:
-    """Read how many prompt and output tokens an engine has computed; None if one of both is missing."""
+    """Read how many prompt and output tokens an engine has computed; None if either is missing."""
     prompt, output = sum_samples(text, _PROMPT_TOKENS), sum_samples(text, _OUTPUT_TOKENS)
     return _add(prompt, output)
 
@@ -95,7 +95,7 @@ def read_waiting_count(text: bytes) -> int | None:
 
 
 def read_wait_causes(text: bytes) -> tuple[float, float] | None:
-    """Read how many requests of an engine fetch KV, and how many wait for a place in it.
+    """Read how many requests of an engine fetch KV, and how many wait for a place in its batch.
 
     None: the exposition does not contain it, as that of vLLM before 0.18 or of an engine that fetches no KV.
     """
@@ -114,7 +114,7 @@ def read_kv_capacity(text: bytes) -> int | None:
     """Read how many tokens the engine's KV cache holds.
 
     None: the exposition does not contain it, or not from 1 to `MAX_KV_TOKENS`. The autoscaler takes the mean
-    of all instances, which a single cache without end would make endless.
+    of all instances, which one infinite cache would make infinite.
     """
     size, blocks = read_block_size(text), _read_cache_config(text, _KV_BLOCKS)
     tokens = 0 if size is None or blocks is None else size * blocks
@@ -162,7 +162,7 @@ async def fetch_page(pool: ConnectionPool, path: bytes) -> tuple[int, bytes]:
     """Fetch a page of an engine: status and content.
 
     Raises:
-        LegFailed: without a response within `RESPONSE_TIMEOUT_S`.
+        LegFailed: if connecting, or the response after it, takes longer than `RESPONSE_TIMEOUT_S`.
     """
     head = b"GET %b HTTP/1.1\r\nhost: %b\r\n\r\n" % (path, pool.address)
     request = send_request(

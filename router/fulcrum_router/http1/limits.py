@@ -37,13 +37,13 @@ waiting bodies of one client would cut off the responses of others.
 """
 FEW_SHARE: Final = 0.0625
 """Share of the limit up to which values of bodies that are not large are not counted: these may take 12 times
-as much memory as estimated without.
+as much memory as estimated without that count.
 """
 LARGE_BODY_BYTES: Final = 65_536
 KEPT_SHARE: Final = 0.125
 """Bytes that may be kept to continue broken streams, besides the held ones and as a share of their limit."""
 TENANT_KEPT_SHARE: Final = 0.125
-"""Share of the kept bytes that each tenant may take, and that is left when one takes more."""
+"""Share of the kept bytes that each tenant may take; one that takes more leaves as much free for another."""
 MAX_CONNECTIONS: Final = 16_384
 MAX_HANDSHAKES: Final = 512
 """TLS handshakes at the same time."""

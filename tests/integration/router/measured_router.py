@@ -39,9 +39,10 @@ def read_cpu_s(pid: int) -> float:
 
 @dataclass
 class Stalls:
-    """How long the event loop did not come to its timers, in seconds."""
+    """How late the timers of the event loop ran, in seconds."""
 
-    turns: int
+    ticks: int
+    """Measurements, `TICK_S` after one another."""
     cpu_p9999_s: float
     """Processor time of the loop's thread between two ticks: what other processes take is not in it."""
     cpu_max_s: float
@@ -202,7 +203,7 @@ async def _run(folder: Path, arguments: Sequence[str]) -> None:
         _measure(cpu, wall)
 
     def save(name: str) -> None:
-        stalls = {"turns": cpu.count, "cpu_p9999_s": cpu.p9999_s(), "cpu_max_s": cpu.max_s(),
+        stalls = {"ticks": cpu.count, "cpu_p9999_s": cpu.p9999_s(), "cpu_max_s": cpu.max_s(),
                   "wall_p9999_s": wall.p9999_s(), "wall_max_s": wall.max_s(),
                   "callbacks": {kind: (each.p9999_s(), each.max_s()) for kind, each in callbacks.items()
                                 if each.count}}  # fmt: skip
