@@ -20,7 +20,8 @@ from fulcrum_router.access.callers import Caller, CallerRefused
 from fulcrum_router.control import router_paths
 from fulcrum_router.data_path.exchange import Exchange
 from fulcrum_router.data_path.http10 import UnchunkedDownstream
-from fulcrum_router.data_path.pass_through import PASS_THROUGH_PATHS, PassThrough
+from fulcrum_router.data_path.pass_through import PassThrough
+from fulcrum_router.data_path.passed_paths import PASS_THROUGH_PATHS
 from fulcrum_router.data_path.request import ClientRequest, Downstream
 from fulcrum_router.http1 import responses
 from fulcrum_router.http1.limits import estimate_parsed_bytes, find_max_connections

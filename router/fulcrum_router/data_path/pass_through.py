@@ -16,6 +16,7 @@ import structlog
 from fulcrum_router.counters import DECODE, RequestOutcome
 from fulcrum_router.data_path.journey_steps import build_failure_response, wait_for_flip, wait_in_room
 from fulcrum_router.data_path.leg_outcomes import LegOutcomes
+from fulcrum_router.data_path.passed_paths import GENERATION_PATHS
 from fulcrum_router.data_path.request import (
     ClientRequest,
     Downstream,
@@ -40,36 +41,17 @@ from fulcrum_router.policy import Work
 from fulcrum_router.policy.faults.blame import is_ambiguous, needs_another_engine
 from fulcrum_router.policy.journey import Action, Journey, LocalPrefillReason, StopReason
 from fulcrum_router.policy.journey.machine import DEATHS, MIN_SUSPICIONS
-from fulcrum_router.policy.whole_response import compute_deadline_s
+from fulcrum_router.policy.predictions.prompt_limit import ASSUMED_CONTEXT_TOKENS
+from fulcrum_router.policy.whole_response import compute_deadline_s, compute_max_response_s
 from fulcrum_router.router import Router
 from fulcrum_router.settings import ServiceSettings
 
 log = structlog.get_logger()
 
-GENERATION_PATHS = frozenset({b"/v1/responses", b"/v1/messages"})
-"""Paths whose requests generate tokens: each has a journey."""
-POOLING_PATHS = frozenset(
-    {
-        b"/v1/embeddings",
-        b"/v2/embed",
-        b"/v1/score",
-        b"/score",
-        b"/v1/rerank",
-        b"/v2/rerank",
-        b"/rerank",
-        b"/pooling",
-        b"/classify",
-        b"/tokenize",
-        b"/detokenize",
-        b"/v1/messages/count_tokens",
-    }
-)
-"""Paths whose requests are answered in one step, or in none."""
-PASS_THROUGH_PATHS = GENERATION_PATHS | POOLING_PATHS
 _INVALID = RequestOutcome.INVALID  # an attribute of an enum is slow to read
 MAX_ATTEMPTS = 2
-MAX_RESPONSE_S = 3_600.0
-"""Longest time until the first byte, for a response that comes whole from an engine that makes progress."""
+MAX_POOLING_S = 3_600.0
+"""Longest time for the response of a request that generates no tokens, from an engine that makes progress."""
 
 
 class StreamBroken(Exception):
@@ -86,6 +68,7 @@ class PassThroughLeg(Completion[None]):
     __slots__ = (
         "_first_byte_timeout_s",
         "_last_bytes",
+        "_max_response_s",
         "_on_first_byte",
         "committed",
         "connection",
@@ -98,6 +81,7 @@ class PassThroughLeg(Completion[None]):
     ) -> None:
         Completion.__init__(self)
         self.connection, self.instance = connection, instance
+        self._max_response_s = exchange.max_response_s
         self._on_first_byte, self._first_byte_timeout_s = exchange.write_response, timeout_s
         self.head: ResponseHead | None = None
         self.committed = False
@@ -115,6 +99,8 @@ class PassThroughLeg(Completion[None]):
         if needs_another_engine(head.status):
             self.connection.abort()
             self._fail_with_status(head.status)
+        else:
+            self.connection.end_s = self.connection.sent_s + self._max_response_s
 
     def _fail_with_status(self, status: int) -> None:
         self.set_exception(LegFailed(Failure.STATUS, f"the engine returned status {status}", status=status))
@@ -163,7 +149,7 @@ class PassThroughLeg(Completion[None]):
             sent_s=self.connection.sent_s,
             progress_at_s=self.instance.progress_at_s,
             first_byte_timeout_s=self._first_byte_timeout_s,
-            max_response_s=MAX_RESPONSE_S,
+            max_response_s=self._max_response_s,
         )
 
 
@@ -441,6 +427,18 @@ class PassThrough:
             return RequestOutcome.OK
         self._legs.record_rejection(instance, DECODE)
         return RequestOutcome.INVALID
+
+    @property
+    def max_response_s(self) -> float:
+        """Longest time for the response of one engine, in seconds; see `policy.whole_response`."""
+        path = self._client_request.path
+        if path not in GENERATION_PATHS or self._body is None:
+            return MAX_POOLING_S
+        limit = find_passed_limit(self._body.fields, path=path)
+        return compute_max_response_s(
+            first_byte_timeout_s=self._settings.timeouts.first_byte_s,
+            max_output_tokens=ASSUMED_CONTEXT_TOKENS if limit is None else limit,
+        )
 
     def _start_leg(self, connection: EngineConnection, instance: Instance) -> PassThroughLeg:
         timeout_s = self._settings.timeouts.first_byte_s

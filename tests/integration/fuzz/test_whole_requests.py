@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import structlog
 
 from fulcrum_core.values import AdmissionMode
-from fulcrum_router.data_path.pass_through import PASS_THROUGH_PATHS
+from fulcrum_router.data_path.passed_paths import PASS_THROUGH_PATHS
 from fulcrum_router.policy.tiers.tier_reserve import Reserve
 from fulcrum_router.settings import ServiceSettings, Tier
 from tests.integration.fuzz.conftest import RunFuzzer

@@ -155,6 +155,25 @@ async def test_a_whole_response_whose_body_drips_ends_when_its_tokens_should_hav
         await wait_until(world.ledgers_are_empty, "nothing is in flight")
 
 
+@pytest.mark.parametrize(
+    ("path", "limit"), [("/v1/responses", "max_output_tokens"), ("/v1/messages", "max_tokens")]
+)
+async def test_a_passed_through_response_that_drips_ends_when_its_tokens_should_have(
+    client: aiohttp.ClientSession, path: str, limit: str
+) -> None:
+    async def drip_stream(response: ResponseWriter) -> None:
+        await response.start_stream()
+        await drip(b"1\r\n \r\n" * 20_000)(response)
+
+    settings = settings_with_short_timeouts(first_byte=0.5, idle=0.5)
+    async with run_router(FakeEngine("p1", decode=drip_stream), settings=settings) as world:
+        body = {"input": "hello", "stream": True, limit: 1}
+        async with asyncio.timeout(DEADLINE_S / 2), client.post(world.url(path), json=body) as response:
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await response.read()
+        assert world.router.counters.passed_through == {(path, "broken"): 1}
+
+
 async def test_bytes_after_a_response_never_reach_another_client(client: aiohttp.ClientSession) -> None:
     """An engine that announces two bytes and sends a whole response more."""
 

@@ -8,7 +8,7 @@ from collections import Counter
 import aiohttp
 import pytest
 
-from fulcrum_router.data_path.pass_through import GENERATION_PATHS, PASS_THROUGH_PATHS
+from fulcrum_router.data_path.passed_paths import GENERATION_PATHS, PASS_THROUGH_PATHS
 from fulcrum_router.http1.framing import frame_chunk
 from tests.integration.router.fake_engines import (
     FakeEngine,
