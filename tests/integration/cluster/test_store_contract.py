@@ -63,10 +63,13 @@ async def events(store: Store, kind: type[R], namespace: str, since: str, count:
 
 
 async def next_event(store: Store, kind: type[R], namespace: str, since: str) -> WatchEvent[R]:
-    """Return the next event, which may be a bookmark."""
-    stream = cast(AsyncGenerator[WatchEvent[R], None], store.watch(kind, namespace=namespace, since=since))
-    async with asyncio.timeout(DEADLINE_S), aclosing(stream) as stream_events:
-        return await anext(stream_events)
+    """Return the next event, which may be a bookmark; a watch that the server ends is begun again."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            stream = store.watch(kind, namespace=namespace, since=since)
+            async with aclosing(cast(AsyncGenerator[WatchEvent[R], None], stream)) as stream_events:
+                async for event in stream_events:
+                    return event
 
 
 async def names(store: Store, kind: type[Resource], namespace: str) -> list[str]:

@@ -122,7 +122,9 @@ def test_a_prometheus_without_its_operator_scrapes_engines_routers_and_component
     assert engines.keys() == {f"{name} {role}" for name, role in roles.items()}
     serving = prometheus.query(f"max by (role) (fulcrum_router_serving_instances{{{SELECTOR}}})")
     assert sum(serving.values()) == INSTANCES
-    assert prometheus.query("sum(fulcrum_operator_leader)") == {"": 1}
+    # The operator that leads may be the last one to be scraped.
+    leaders = "sum(fulcrum_operator_leader)"
+    wait_for(lambda: prometheus.query(leaders) == {"": 1}, "the operator that leads", timeout_s=30)
     # Counted from the first assignment that the autoscaler reads, which may come after the first scrape.
     assigned = f"count(fulcrum_autoscaler_assigned_instances{{{SELECTOR}}})"
     wait_for(lambda: prometheus.query(assigned) == {"": 2}, "the roles of the autoscaler", timeout_s=30)
