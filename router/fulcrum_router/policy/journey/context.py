@@ -7,7 +7,7 @@ the rest. The router and the simulated router have one each.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from fulcrum_core.values import AdmissionMode, OverloadAction, Role
@@ -299,7 +299,7 @@ class JourneyContext(Generic[V]):
             candidates.decode,
             work,
             now_s=now_s,
-            backlog_s=room.find_backlog_s(work.priority, with_late=waits) if room.members else 0.0,
+            backlog_s=self._find_backlog_s(work, eligible, with_late=waits) if room.members else 0.0,
             output_tokens=output_tokens,
             mean_output_tokens=lengths.mean_served,
             output_tokens_in_decode=lengths.mean_in_decode,
@@ -308,6 +308,13 @@ class JourneyContext(Generic[V]):
             reserve=reserve,
             coming=self.starts.list_coming(now_s),
         )
+
+    def _find_backlog_s(self, work: Work, eligible: Sequence[V], *, with_late: bool) -> float:
+        """Prefill work that waits and goes before a request, in seconds; `with_late`: late ones, too."""
+        if with_late or not eligible:
+            return self.waiting_room.find_backlog_s(work.priority, with_late=with_late)
+        own_s = eligible[0].prefill_model.ttft_s(work.least_computed)
+        return self.waiting_room.find_backlog_before_s(work.priority, work.tenant, work.tier, own_s)
 
     def _view_reserve(
         self, work: Work, output_tokens: float, now_s: float, *, leaves_room: bool

@@ -123,6 +123,25 @@ class Level:
         """Prefill work of the requests of a tier that wait and are in time, in seconds."""
         return self._find_tier(tier).in_time_prefill_s
 
+    def find_backlog_before_s(self, tenant: str, tier: str, own_s: float) -> float:
+        """Prefill work in time that goes before a request of a tenant with work of `own_s`, at most.
+
+        Until its turn, another tenant of its tier is served as much as its own tenant, and another tier as
+        much as its own one by their weights: what else they have waits behind it (start-time fair queueing).
+        A tenant that sends thousands of requests thus delays nobody but itself. The shares are taken to be
+        of prefill work, where `token_counters` also has output.
+        """
+        line, own_tier = self.lines.get((tenant, tier)), self._tiers.get(tier)
+        before_s = 0.0 if line is None else line.in_time_prefill_s
+        if own_tier is not None:
+            others = len(own_tier.tenants) - (line is not None)
+            before_s += min(own_tier.in_time_prefill_s - before_s, others * (before_s + own_s))
+        share_s = (before_s + own_s) / self.weights.get(tier, 1)
+        for name, other in self._tiers.items():
+            if name != tier:
+                before_s += min(other.in_time_prefill_s, share_s * self.weights.get(name, 1))
+        return max(0.0, before_s)
+
     def _raise_counters(self, tenant: str, tier: str) -> None:
         """Raise the counters of a tenant that begins to wait, and of its tier if nobody of it waits."""
         firsts = self._find_first_of_tiers((), ())

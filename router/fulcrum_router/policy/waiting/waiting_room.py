@@ -138,6 +138,14 @@ class WaitingRoom:
             return higher_s
         return higher_s + (own.prefill_s if with_late else own.in_time_prefill_s)
 
+    def find_backlog_before_s(self, priority: int, tenant: str, tier: str, own_s: float) -> float:
+        """Prefill time of the requests that go before one of this tenant with work of `own_s`, in seconds."""
+        higher_s = sum(
+            level.in_time_prefill_s for level in self._levels_in_order if level.priority > priority
+        )
+        own = self._levels.get(priority)
+        return higher_s if own is None else higher_s + own.find_backlog_before_s(tenant, tier, own_s)
+
     def find_tier_backlog_s(self, priority: int, tier: str) -> float:
         """Prefill time of the requests in time of one tier of this priority, in seconds."""
         return self._find_level(priority).find_backlog_s(tier)

@@ -378,6 +378,15 @@ def test_a_request_that_waits_in_the_router_is_refused_behind_those_that_wait() 
     assert actions == [Action.WAIT] * 3 + [Action.FAIL] * 3
 
 
+def test_the_queue_of_a_tenant_has_nobody_else_refused() -> None:
+    """The room has tenants take turns, so that acme does not wait behind all requests of mallory."""
+    context = make_context(AdmissionMode.ENFORCE, queued_s=0.6)
+    context.waiting_room.prefill_ahead_s = 0.5
+    tenants = "mallory", "mallory", "mallory", "mallory", "acme", "mallory"
+    actions = [Journey(context, work(100, tenant=tenant)).begin(0.0) for tenant in tenants]
+    assert actions == [Action.WAIT] * 3 + [Action.FAIL, Action.WAIT, Action.FAIL]
+
+
 def test_a_request_that_waits_in_the_router_is_refused_when_it_cannot_be_in_time_any_more() -> None:
     context = make_context(AdmissionMode.ENFORCE, queued_s=0.6)
     room = context.waiting_room
@@ -472,14 +481,14 @@ def test_a_refused_request_is_no_demand_allows_no_retry_and_takes_no_reserve_bac
     ],
 )
 def test_admission_knows_the_reserve_of_a_tier(tier: str, priority: int, action: Action) -> None:
-    """Two instances with 0.6 s of work each, and 0.7 s of the tier silver that wait."""
+    """Two instances with 0.6 s of work each, and 0.7 s of the higher tier silver that wait."""
     fleet = FakeFleet([instance("p1", queued_s=0.6), instance("p2", queued_s=0.6), instance("d1")])
     context: JourneyContext[FakeInstance] = JourneyContext(fleet, TransferPairs())
     context.admission.mode, context.waiting_room.prefill_ahead_s = AdmissionMode.ENFORCE, 0.5
     context.tier_reserve.set_reserves({"gold": Reserve(0.5)})
     context.tier_reserve.record_arrival("gold", 0.0)
     for number in range(7):
-        request = work(100, tier="silver", tenant=str(number))._replace(deadline_s=100.0)
+        request = work(100, tier="silver", tenant=str(number), priority=1)._replace(deadline_s=100.0)
         assert Journey(context, request).begin(0.0) is Action.WAIT
     assert Journey(context, work(200, tier=tier, tenant=tier, priority=priority)).begin(0.0) is action
 

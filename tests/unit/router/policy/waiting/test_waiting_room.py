@@ -412,6 +412,31 @@ def test_work_of_lower_tiers_is_not_in_front_of_a_newcomer() -> None:
     assert [crowd.room.find_backlog_s(priority) for priority in (7, 0, -1)] == [0.5, 1.5, 2.0]
 
 
+@pytest.mark.parametrize(
+    ("tenant", "tier", "own_s", "before_s"),
+    [
+        pytest.param("mallory", "free", 0.1, 9.0, id="the tenant that has most is behind all"),
+        pytest.param("new", "free", 0.1, 0.2 + 0.9, id="a newcomer waits for as much of each tenant"),
+        pytest.param("b", "free", 0.25, 0.5 + 0.75 + 3.5, id="and for no more than they have"),
+        pytest.param("new", "paid", 0.3, 0.3 + 0.2, id="for less of a tier of less weight"),
+        pytest.param("acme", "new", 0.3, 0.3 + 0.9, id="a tier of which nobody waits"),
+    ],
+)
+def test_a_tenant_is_behind_as_much_work_of_the_others_as_it_has_itself(
+    tenant: str, tier: str, own_s: float, before_s: float
+) -> None:
+    """In the tier free mallory has ten requests of 0.5 s and b has one; paid, of weight 3, has seven."""
+    crowd = Crowd()
+    crowd.room.set_weights({"paid": 3})
+    for _ in range(10):
+        crowd.join(1.0, tenant="mallory", tier="free")
+    crowd.join(1.0, tenant="b", tier="free")
+    for _ in range(7):
+        crowd.join(1.0, tenant="acme", tier="paid")
+    assert crowd.room.find_backlog_before_s(0, tenant, tier, own_s) == pytest.approx(before_s)
+    assert crowd.room.find_backlog_before_s(-1, tenant, tier, own_s) == pytest.approx(9.0)
+
+
 def test_output_beyond_the_prediction_is_charged_as_it_appears_and_the_rest_given_back() -> None:
     room, ledger = WaitingRoom(), Ledger()
     room.join(FakeWaiter(room, 0.0, [0], [], tenant="other", fits=False), prefill_s=1.0)
