@@ -38,8 +38,9 @@ def predict_long_prefills(world: RunningRouter) -> None:
         instance.prefill_model = PrefillModel(c0=60.0, c1=0.0, c2=0.0)
 
 
-async def post(client: aiohttp.ClientSession, world: RunningRouter) -> tuple[int, str]:
-    async with client.post(world.url(), json=PROMPT) as response:
+async def post(client: aiohttp.ClientSession, world: RunningRouter, tier: str = "") -> tuple[int, str]:
+    headers = {"x-customer-tier": tier} if tier else {}
+    async with client.post(world.url(), json=PROMPT, headers=headers) as response:
         return response.status, await response.text()
 
 
@@ -163,3 +164,24 @@ async def test_a_premium_request_passes_those_that_wait_without_a_tier(client: a
         await asyncio.gather(first, later, last)
         served = [body["prompt"] for body in world["p1"].prefills]
     assert served == ["first", "gold", "free"]
+
+
+async def test_requests_of_a_tier_that_is_deleted_are_served_and_the_next_one_has_the_default_tier(
+    client: aiohttp.ClientSession,
+) -> None:
+    """One request is computed and one waits while the tier is deleted; nothing of them is left behind."""
+    free = asyncio.Event()
+    engines = FakeEngine("p1", prefill=prefill_when(free)), FakeEngine("d1")
+    async with run_router(*engines, settings=SETTINGS) as world:
+        predict_long_prefills(world)
+        tasks = [asyncio.ensure_future(post(client, world, "premium")) for _ in range(2)]
+        router = world.router
+        await wait_until(lambda: len(router.journeys.waiting_room) == 1, "the second request waits")
+        router.configure(replace(SETTINGS, tiers={}), last_prefill_to_decode_s=None)
+        free.set()
+        assert [status for status, _ in await asyncio.gather(*tasks)] == [200] * 2
+        headers = {"x-customer-tier": "premium"}
+        async with client.post(world.url(), json=PROMPT, headers=headers) as response:
+            told = response.headers["x-fulcrum-tier"]
+        assert (response.status, told) == (200, "default; ignored=unknown")
+        assert (world.ledgers_are_empty(), len(router.journeys.waiting_room)) == (True, 0)

@@ -224,6 +224,12 @@ def test_invalid_spec_is_refused_in_one_line_with_path_value_and_rule(spec: str,
         ),
         pytest.param("{sloFactor: 0}", "spec.sloFactor (0) is not greater than 0", id="no time at all"),
         pytest.param("{weight: -1}", "spec.weight (-1) is less than 1", id="a negative weight"),
+        pytest.param(
+            "{reservedFraction: 1.5}", "spec.reservedFraction (1.5) is greater than 1", id="a reserve over 1"
+        ),
+        pytest.param(
+            "{reservedFraction: -0.5}", "spec.reservedFraction (-0.5) is less than 0", id="a negative reserve"
+        ),
         pytest.param("{weight: heavy}", "spec.weight (heavy) is not a whole number", id="a weight in words"),
         pytest.param(
             "{rateLimit: {tokensPerMinute: 0}}",
