@@ -1,6 +1,6 @@
 """Fairness in the waiting room, by simulation: tenants, weights of tiers, and the longest wait of a tier.
 
-    python bench/fairness.py tenants [--trace FILE] [--speed 40]
+    python bench/fairness.py tenants [--trace FILE] [--speed 160]
     python bench/fairness.py weights
     python bench/fairness.py ageing
     python bench/fairness.py reserve
@@ -9,14 +9,14 @@
 one with long answers; both at more than the fleet can serve. Service is weighted tokens: 1 for a prompt token
 when the prompt is sent, 2 for an output token when it appears. While two tenants wait, their services differ
 by at most the bound of the VTC paper, 2 max(longest prompt, 2 M), where M is the tokens that the KV caches of
-decode hold. In windows of 60 s, none that waits gets more than 5 % less than its share, which is what was
-served divided by the tenants that were served or waited. `weights`: the shares of two tiers of one priority
-that wait, with weights 3 and 1. `ageing`: the higher two of three tiers send more than the fleet can serve
-without end: the longest wait of a request of the lowest one, against its bound. `reserve`: the highest of two
-tiers reserves half of two prefill and two decode instances, and sends nothing for 2 min, while the other one
-sends more than the fleet can serve: tokens served in that time, with and without the reserve. Then it sends a
-prompt: the time until it is sent on, against one prompt of the other tier, and until the other one has left
-the reserve of the KV caches, against `reclaimWithin`. Exit code 1 if a bar is missed.
+decode hold. In windows of 60 s, none that waits gets more than 5 % less than its max-min fair share: who asks
+for less than an equal share of what was served leaves the rest to the others. `weights`: the shares of two
+tiers of one priority that wait, with weights 3 and 1. `ageing`: the higher two of three tiers send more than
+the fleet can serve without end: the longest wait of a request of the lowest one, against its bound.
+`reserve`: the highest of two tiers reserves half of two prefill and two decode instances, and sends nothing for 2 min,
+while the other one sends more than the fleet can serve: tokens served in that time, with and without the
+reserve. Then it sends a prompt: the time until it is sent on, against one prompt of the other tier, and until
+the other one has left the reserve of the KV caches, against `reclaimWithin`. Exit code 1 if a bar is missed.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main() -> int:
     )
     parser.add_argument("measurement", choices=("tenants", "weights", "ageing", "reserve"))
     parser.add_argument("--trace", type=Path)
-    parser.add_argument("--speed", type=float, default=40.0, help="of the trace (%(default)s)")
+    parser.add_argument("--speed", type=float, default=160.0, help="of the trace (%(default)s)")
     given = parser.parse_args()
     if given.measurement == "weights":
         return measure_weights()
@@ -206,9 +206,21 @@ def find_shortfalls(
     for start, end in pairwise(range(0, end_s + 1, step)):
         got = {tenant: sums[end] - sums[start] for tenant, sums in served.items()}
         active = [tenant for tenant in served if got[tenant] > 0 or any(waits[tenant][start:end])]
-        share = sum(got.values()) / max(1, len(active))
-        shortfalls += [1.0 - got[tenant] / share for tenant in active if all(waits[tenant][start:end])]
+        waiting = [tenant for tenant in active if all(waits[tenant][start:end])]
+        others = [got[tenant] for tenant in active if tenant not in waiting]
+        share = find_share(others, sum(got.values()), len(waiting))
+        shortfalls += [1.0 - got[tenant] / share for tenant in waiting]
     return shortfalls
+
+
+def find_share(others: Sequence[float], total: float, waiting: int) -> float:
+    """The max-min fair share of each tenant that waits, where the others got all that they asked for."""
+    count = waiting + len(others)
+    for got in sorted(others):
+        if got >= total / count:
+            break
+        total, count = total - got, count - 1
+    return total / max(1, count)
 
 
 # --- tiers -------------------------------------------------------------------------------------------
