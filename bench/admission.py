@@ -5,6 +5,7 @@
     python bench/admission.py comeback --trace FILE [--speed 6.4] [--seeds 1,2,3] [--policy NAME]
     python bench/admission.py swing [--trace FILE] [--speed 6.4] [--seeds 1,2,3]
     python bench/admission.py scaleout [--seeds 1,2,3]
+    python bench/admission.py rate --trace FILE [--speed 6.4] [--seeds 1,2,3] [--policy NAME]
 
 `degrade`: an overload of decode, refused or with answers of 128 tokens. `replay`: refused requests of a
 trace, each admitted in a run of its own: the share of them that misses its objectives all the same.
@@ -14,11 +15,14 @@ is admitted then. `swing`: the loads of prefill and of decode, once a second, wi
 together. A swing in anti-phase is an autocorrelation that falls below 0 and rises again, of both loads, with
 a negative correlation between them. `scaleout`: half of the instances start while a load arrives that needs
 all of them, with a TTFT objective of 30 s: requests in time if the router knows when they will serve, and if
-it does not. A flood of the lowest tier: `bench/tiers.py`.
+it does not. `rate`: the highest rates at which 90 % of the offered requests are in time, with the policy and
+with the same one without admission, and the share of the offered tokens that is in time at each of them. A
+flood of the lowest tier: `bench/tiers.py`.
 
 Exit code 1 if shorter answers serve less than 1.3 times as many requests, if less than 90 % of the replays
-miss, if less than 80 % of those that come back are admitted, if the loads swing with Enforce, or if fewer
-requests are in time because the router knows of a scale-out.
+miss, if less than 80 % of those that come back are admitted, if the loads swing with Enforce, if fewer
+requests are in time because the router knows of a scale-out, if the rate with admission is less than 1.5
+times that without it, or if it costs more than 5 points of the tokens.
 """
 
 import argparse
@@ -31,8 +35,9 @@ from statistics import fmean, median
 
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Slo
-from fulcrum_simulator.fleet.load import leave_out_overlong, prepare_load
+from fulcrum_simulator.fleet.load import RecordedLoad, leave_out_overlong, prepare_load
 from fulcrum_simulator.fleet.options import LateStart, RunOptions, parse_policy
+from fulcrum_simulator.fleet.policy_runs import SeedRun, run_policy
 from fulcrum_simulator.fleet.records import RequestResult
 from fulcrum_simulator.fleet.run import simulate
 from fulcrum_simulator.routing import Outcome
@@ -52,6 +57,7 @@ SWING_MIN = 0.3
 """Correlation from which it counts."""
 ADMITTED_SHARE_MIN = 0.8
 PATIENT_SLO = Slo(ttft_s=30.0, tpot_s=0.1)
+ATTAINMENT_MIN, RATE_GAIN_MIN, TOKEN_LOSS_MAX, ENFORCE = 0.9, 1.5, 0.05, "+enforce"
 LATE, START_S, SERVES_S, SCALE_OUT_S = (2, 3, 6, 7), 60.0, 120.0, 180.0
 """Instances that are not there from the beginning, and when their engines start and serve."""
 
@@ -59,11 +65,13 @@ LATE, START_S, SERVES_S, SCALE_OUT_S = (2, 3, 6, 7), 60.0, 120.0, 180.0
 def main() -> int:
     """Run one measurement; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("measurement", choices=("degrade", "replay", "comeback", "swing", "scaleout"))
+    parser.add_argument("measurement", choices=("degrade", "replay", "comeback", "swing", "scaleout", "rate"))
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--speed", type=float, default=6.4, help="of the trace")
-    parser.add_argument("--policy", default="arrow+enforce", help="of replay and comeback (%(default)s)")
+    parser.add_argument(
+        "--policy", default="arrow+enforce", help="of replay, comeback and rate (%(default)s)"
+    )
     parser.add_argument("--sample", type=int, default=10, help="replayed requests of each seed")
     arguments = parser.parse_args()
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
@@ -75,6 +83,8 @@ def main() -> int:
         return measure_swing(arguments.trace, arguments.speed, seeds)
     if arguments.trace is None:
         parser.error(f"{arguments.measurement} needs --trace")
+    if arguments.measurement == "rate":
+        return measure_rates(arguments.trace, arguments.speed, seeds, arguments.policy)
     if arguments.measurement == "comeback":
         return measure_comebacks(arguments.trace, arguments.speed, seeds, arguments.policy)
     return measure_replays(arguments.trace, arguments.speed, seeds, arguments.policy, arguments.sample)
@@ -204,6 +214,33 @@ def measure_scale_out(seeds: Sequence[int]) -> int:
         gains.append(met[1] / max(1, met[0]))
     print(f"{median(gains):.3f} times as many in time with a known scale-out (bar: 1)")
     return int(median(gains) < 1.0)
+
+
+def measure_rates(trace: Path, speed: float, seeds: Sequence[int], policy: str) -> int:
+    """Print for each seed the highest rates without and with admission, and the tokens in time there."""
+    recorded, _ = leave_out_overlong(load_trace(trace).requests, PROFILE)
+    load, found = RecordedLoad(trace.name, recorded, speed=speed), []
+    for name in (policy.removesuffix(ENFORCE), policy.removesuffix(ENFORCE) + ENFORCE):
+        runs = run_policy(load, make_options(name, 0), seeds, attainment_min=ATTAINMENT_MIN, step=1.2).runs
+        found.append([(run.rate_rps, find_token_share(run)) for run in runs])
+        for seed, (rate_rps, share) in zip(seeds, found[-1], strict=True):
+            print(f"{name} seed {seed}: {rate_rps:.2f} requests/s, {share:.1%} of the tokens", flush=True)
+    pairs = list(zip(*found, strict=True))
+    gain = median(with_it[0] / without[0] for without, with_it in pairs)
+    loss = median(without[1] - with_it[1] for without, with_it in pairs)
+    print(
+        f"{gain:.2f} times the rate without admission (bar: {RATE_GAIN_MIN}), "
+        f"{100 * loss:.1f} points of the tokens less (bar: {100 * TOKEN_LOSS_MAX:.0f})"
+    )
+    return int(gain < RATE_GAIN_MIN or loss > TOKEN_LOSS_MAX)
+
+
+def find_token_share(run: SeedRun) -> float:
+    """Tokens of the requests in time, of those of all offered requests."""
+    scored = run.result.scored
+    offered = sum(record.request.input_tokens + record.request.output_tokens for record in scored)
+    met = sum(r.request.input_tokens + r.output_tokens for r in scored if r.meets(SLO))
+    return met / max(1, offered)
 
 
 def correlate(first: Sequence[float], second: Sequence[float], lag: int = 0) -> float:
