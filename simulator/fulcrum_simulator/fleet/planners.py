@@ -137,6 +137,8 @@ class NarwhalLikePlanner:
         """See `SplitPlanner`."""
         prefill, decode = view.list_role(Role.PREFILL), view.list_role(Role.DECODE)
         now, total = len(prefill), len(prefill) + len(decode)
+        if total < 2:
+            return now, "fewer than two instances serve"
         scores = {
             count: _score(view, count, total - count) for count in range(max(1, now - 1), min(total, now + 2))
         }

@@ -99,6 +99,12 @@ def test_narwhal_like_moves_to_a_better_neighbour_when_it_is_confirmed() -> None
     assert [planner.plan(view())[0] for _ in range(2)] == [4, 4]
 
 
+def test_narwhal_like_keeps_the_split_of_a_single_instance() -> None:
+    state = view().state
+    alone = view(state=state.model_copy(update={"instances": state.instances[:1]}))
+    assert NarwhalLikePlanner().plan(alone)[0] == 1
+
+
 def test_a_known_split_is_that_of_its_interval() -> None:
     planner = KnownSplitPlanner(30.0, (1, 5, 3))
     assert [planner.plan(view(now_s=now_s))[0] for now_s in (0.1, 30.1, 60.1, 300.0)] == [1, 5, 3, 3]
