@@ -57,13 +57,16 @@ def profile(blocks: int) -> EngineProfile:
 class Run:
     """Drives one engine through the calls, and records what happens when."""
 
-    def __init__(self, blocks: int, seed: int | None, lookahead_steps: int) -> None:
+    def __init__(
+        self, blocks: int, seed: int | None, lookahead_steps: int, *, tracks_contents: bool = True
+    ) -> None:
         rng = random.Random(seed)
         self.engine = Engine(
             profile(blocks),
             engine_id="e",
             lease_s=LEASE_S,
             draw_step_factor=None if seed is None else lambda: rng.uniform(0.9, 1.1),
+            tracks_contents=tracks_contents,
         )
         self.steps = SteppedEngine(self.engine, lookahead_steps=lookahead_steps)
         self.trace: list[Any] = []
@@ -155,6 +158,14 @@ def test_skipping_steps_changes_nothing(calls: list[Call], blocks: int, seed: in
     skipping.play(calls)
     assert skipping.result() == each.result()
     assert each.skipped == 0
+
+
+@given(calls=CALLS, blocks=st.integers(10, 40))
+def test_without_the_contents_of_blocks_the_engine_does_the_same(calls: list[Call], blocks: int) -> None:
+    with_contents, without = Run(blocks, 1, 128), Run(blocks, 1, 128, tracks_contents=False)
+    with_contents.play(calls)
+    without.play(calls)
+    assert without.result() == with_contents.result()
 
 
 def test_almost_all_steps_of_a_long_output_are_skipped() -> None:

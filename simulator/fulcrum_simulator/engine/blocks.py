@@ -68,15 +68,20 @@ class BlockPool:
 
     Free blocks outside the prefix cache are allocated first, then the least recently used cached ones. Only
     blocks of the prefix cache are shared: any other block has one reference or none, and no count.
+
+    With `tracks_contents` it knows whose KV each block holds. Without, allocation takes less time, no block
+    holds a foreign prompt, and `read` must not be called.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, tracks_contents: bool = True) -> None:
         self.size = size
+        self._tracks_contents = tracks_contents
         self._free_uncached = _BlockQueue(_list_numbers(size))  # free, and not in the prefix cache
         self._free_cached: OrderedDict[int, None] = OrderedDict()  # free, but in the prefix cache
         self._reference_counts: dict[int, int] = {}  # of blocks in the prefix cache
-        self._written_by = [_NO_PROMPT] * size  # prompt whose KV a block holds; its block index is below
-        self._block_index = [0] * size
+        tracked = size if tracks_contents else 0
+        self._written_by = [_NO_PROMPT] * tracked  # prompt whose KV a block holds; its block index is below
+        self._block_index = [0] * tracked
         self._cached: dict[bytes, int] = {}
         self._cache_key: dict[int, bytes] = {}
 
@@ -126,9 +131,9 @@ class BlockPool:
         """Allocate one block for each prompt's block index, as one `allocate` after the other does."""
         allocated = self._free_uncached.take(len(places))
         allocated += [self._evict() for _ in range(len(places) - len(allocated))]
-        written_by, block_index = self._written_by, self._block_index
-        for block, (prompt, index) in zip(allocated, places, strict=True):
-            written_by[block], block_index[block] = prompt, index
+        if self._tracks_contents:
+            for block, (prompt, index) in zip(allocated, places, strict=True):
+                self._written_by[block], self._block_index[block] = prompt, index
         return allocated
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -159,15 +164,19 @@ class BlockPool:
 
     def mark_written(self, blocks: Sequence[int], prompt: PromptKey, first_index: int) -> None:
         """Record that the KV of this prompt is written to these blocks."""
+        if not self._tracks_contents:
+            return
+        written_by, block_index = self._written_by, self._block_index
         for index, block in enumerate(blocks, first_index):
-            self._written_by[block] = prompt
-            self._block_index[block] = index
+            written_by[block], block_index[block] = prompt, index
 
     def find_foreign_digest(self, prompt: PromptKey, blocks: Sequence[int]) -> bytes | None:
         """Return the digest of the first other prompt whose KV is in `blocks`; None if all are this prompt's.
 
         A block of this prompt at the wrong index counts as another prompt's.
         """
+        if not self._tracks_contents:
+            return None
         held = (self._digest_at(block, prompt, index) for index, block in enumerate(blocks))
         return next((digest for digest in held if digest != prompt.digest), None)
 

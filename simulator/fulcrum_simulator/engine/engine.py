@@ -56,8 +56,11 @@ class Engine:
         engine_id: str,
         lease_s: float = 30.0,
         draw_step_factor: Callable[[], float] | None = None,
+        tracks_contents: bool = True,
     ) -> None:
-        """`engine_id` must be new at every start. `draw_step_factor` returns the factor of a step."""
+        """`engine_id` must be new at every start. `draw_step_factor` returns the factor of a step. Without
+        `tracks_contents`, `read_blocks` must not be called.
+        """
         self.profile = profile
         self.engine_id = engine_id
         self.stats = EngineStats()
@@ -66,7 +69,7 @@ class Engine:
         self._model = profile.step_model
         self._step_factors = StepFactors(draw_step_factor)
         self._lease_s = lease_s
-        self._pool = BlockPool(profile.kv_blocks)
+        self._pool = BlockPool(profile.kv_blocks, tracks_contents=tracks_contents)
         self._leases = Leases(lease_s)
         self._runs: dict[str, RequestRun] = {}
         self._next_sequence = 0

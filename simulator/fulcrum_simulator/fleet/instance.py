@@ -87,6 +87,7 @@ class SimulatedInstance:
             engine_id=f"{self.name}/{self.restarts}",
             lease_s=KV_LEASE_S,
             draw_step_factor=(lambda: 1.0 + noise * (2.0 * draw() - 1.0)) if noise else None,
+            tracks_contents=False,  # KV that was read too late is detected by its lease
         )
         self.steps = SteppedEngine(self.engine, lookahead_steps=options.lookahead_steps)
         self._legs: dict[str, EngineLeg] = {}
