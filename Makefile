@@ -38,9 +38,9 @@ test-services: .venv/.dev
 test-programs: .venv/.dev
 	@tools/test programs $(program_tests) $(ARGS)
 
-test-compiled: .venv/.dev ## the router's tests of local processes with its data path compiled; needs a C compiler; 4 min
+test-compiled: .venv/.dev ## the router's tests of local processes, compiled; the simulator's results, compiled; needs a C compiler; 6 min
 	@PYTHONPATH=$$($(bin)/python -m tools.compiled.build) \
-	    tools/test compiled -q tests/integration/router tests/integration/fuzz --fuzz-seconds=2 $(ARGS)
+	    tools/test compiled -q tests/integration/router tests/integration/fuzz tests/compiled --fuzz-seconds=2 $(ARGS)
 
 test-kubernetes: setup-kubernetes ## a real Kubernetes on this machine; root; prints first what it installs and builds; 15 min
 	@$(MAKE) --no-print-directory -j2 test-nodes test-control-planes test-monitoring
@@ -115,7 +115,8 @@ cli: .venv/.cli ## fulcrum and kubectl-fulcrum in .venv/bin, for clusters too
 engine: ## real engines on this machine, once: vLLM, NIXL and LMCache for CPUs, and a tiny model (6 GB)
 	@tools/engine/engine-env $(ARGS)
 
-bench: $(if $(findstring --compiled,$(ARGS)),.venv/.dev,.venv/.play) ## list the measurements; NAME=one ARGS="…" runs one
+# A measurement that compiles needs mypyc.
+bench: $(if $(findstring --compiled,$(ARGS))$(filter scheduling,$(NAME)),.venv/.dev,.venv/.play) ## list the measurements; NAME=one ARGS="…" runs one
 	@tools/bench $(NAME) $(ARGS)
 
 clean: ## remove caches and build leftovers; environments stay

@@ -85,6 +85,7 @@ RecordMeasurement = Callable[[str], None]
 TARGETS = {
     "integration": "test",
     "examples": "test",
+    "compiled": "test-compiled",
     "kubernetes": "test-kubernetes",
     "engines": "test-engines",
 }

@@ -2,29 +2,46 @@
 
 import ast
 from itertools import chain
+from pathlib import Path
 
 import pytest
 
 from tests.paths import ROOT
-from tools.compiled.build import PACKAGES, list_modules
+from tools.compiled.build import Program, describe_router, describe_simulator, read_modules
+
+PROGRAMS = [
+    pytest.param(describe_router(), id="the router"),
+    pytest.param(describe_simulator(), id="the simulator"),
+]
 
 
-def test_compiled_modules_exist_once_and_in_order() -> None:
-    modules = list_modules()
+@pytest.mark.parametrize("name", ["modules.txt", "simulator.txt"])
+def test_compiled_modules_exist_once_and_in_order(name: str) -> None:
+    modules = read_modules(name)
     assert modules == sorted({module for module in modules if (ROOT / module).is_file()})
 
 
-def test_compiled_modules_are_of_the_packages_that_are_copied() -> None:
-    assert {ROOT.joinpath(*module.split("/")[:2]) for module in list_modules()} == {
-        ROOT / package for package in PACKAGES
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_compiled_modules_are_of_the_packages_that_are_copied(program: Program) -> None:
+    assert {ROOT.joinpath(*module.split("/")[:2]) for module in program.modules} == {
+        ROOT / package for package in program.packages
     }
 
 
-def test_checkout_holds_no_compiled_module() -> None:
-    assert [path for package in PACKAGES for path in (ROOT / package).rglob("*.so")] == []
+def test_image_holds_no_compiled_simulator() -> None:
+    assert Path("simulator/fulcrum_simulator") not in describe_router().packages
 
 
-@pytest.mark.parametrize("module", list_modules())
+def test_compiled_simulator_leaves_out_what_serves_sockets() -> None:
+    assert [module for module in describe_simulator().modules if "/http1/" in module] == []
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_checkout_holds_no_compiled_module(program: Program) -> None:
+    assert [path for package in program.packages for path in (ROOT / package).rglob("*.so")] == []
+
+
+@pytest.mark.parametrize("module", sorted({*describe_router().modules, *describe_simulator().modules}))
 def test_compiled_modules_await_nothing_while_they_handle_an_exception(module: str) -> None:
     """mypyc leaves it the exception of the thread, which all later ones then refer to and keep in memory."""
     tree = ast.parse((ROOT / module).read_text(encoding="utf-8"))
