@@ -17,13 +17,13 @@ WRONG = PrefillModel(c0=0.0, c1=1e-5, c2=0.0)
 """Much too fast."""
 
 
-def build_router(events: EventQueue, *, decode: int = 1) -> SimulatedRouter:
+def build_router(events: EventQueue, *, decode: int = 1, lookahead_steps: int = 1) -> SimulatedRouter:
     """Return a router with a prefill instance `p` and decode instances `d0` on.
 
     It expects the prompts on all of them to take almost no time.
     """
     profile = load_profile("laptop")
-    engines = InstanceOptions(profile=profile, step_noise=0.0, lookahead_steps=1)
+    engines = InstanceOptions(profile=profile, step_noise=0.0, lookahead_steps=lookahead_steps)
     peers: dict[str, SimulatedInstance] = {}
     decode_model: DecodeModel = profile.step_model.decode_model(1_000)
     views = [
@@ -68,3 +68,14 @@ def test_only_the_rest_of_an_answer_is_computed_after_its_engine_failed() -> Non
     assert record.outcome is Outcome.OK
     computed = [view.instance.engine.stats.generation_tokens for view in (first, second)]
     assert sum(computed) == 100, computed
+
+
+def test_a_probe_reads_the_kv_use_after_steps_that_were_skipped() -> None:
+    events = EventQueue()
+    router = build_router(events, lookahead_steps=1_000)
+    router.start_probes()
+    router.serve(RequestResult(WorkloadRequest(0.5, 600, 400)), 0, lambda: None)
+    while not router.samples:
+        events.run_next()
+    view = router.fleet["d0"]
+    assert view.kv_usage == view.instance.engine.kv_usage > 0
