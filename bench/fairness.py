@@ -13,10 +13,11 @@ decode hold. In windows of 60 s, none that waits gets more than 5 % less than it
 for less than an equal share of what was served leaves the rest to the others. `weights`: the shares of two
 tiers of one priority that wait, with weights 3 and 1. `ageing`: the higher two of three tiers send more than
 the fleet can serve without end: the longest wait of a request of the lowest one, against its bound.
-`reserve`: the highest of two tiers reserves half of two prefill and two decode instances, and sends nothing for 2 min,
-while the other one sends more than the fleet can serve: tokens served in that time, with and without the
-reserve. Then it sends a prompt: the time until it is sent on, against one prompt of the other tier, and until
-the other one has left the reserve of the KV caches, against `reclaimWithin`. Exit code 1 if a bar is missed.
+`reserve`: the highest of two tiers reserves half of two prefill and two decode instances, and sends nothing
+for 2 min, while the other one sends more than the fleet can serve: tokens served in that time, with and
+without the reserve. Then it sends a prompt: the time until it is sent on, against one prompt of the other
+tier, and until the other one has left the reserve of the KV caches, against `reclaimWithin`. Exit code 1 if
+a bar is missed.
 """
 
 import argparse
