@@ -15,7 +15,7 @@ from fulcrum_core.values import Slo
 from fulcrum_simulator.client.connection import HttpConnection
 from fulcrum_simulator.client.exchange import HttpExchange
 from fulcrum_simulator.client.outcomes import LoadOutcome, LoadResults
-from fulcrum_simulator.client.prompts import prepare_request
+from fulcrum_simulator.client.prompts import PreparedRequest, prepare_request, prepare_token_request
 from fulcrum_simulator.workload import WorkloadRequest
 
 UNFINISHED = "unfinished when the run ended"
@@ -34,6 +34,8 @@ class LoadTarget:
     model: str
     chat_share: float = 0.0
     """Share of the requests sent as chat, 0 to 1; the others are plain completions."""
+    has_real_model: bool = False
+    """Whether the text of the responses is not known: prompts are token ids, and tokens are only counted."""
     max_connections: int = 1024
     """Limit of open connections; requests beyond it wait and are counted in `connection_waits`."""
 
@@ -97,17 +99,17 @@ class LoadGenerator:
 
     def _send_one(self, request: WorkloadRequest, intended_s: float) -> None:
         index = self.results.record_offered(request.tier)
-        target = self._target
-        prepared = prepare_request(
-            request,
-            model=target.model,
-            seed=self._seed,
-            index=index,
-            chat=self._rng.random() < target.chat_share,
-        )
+        prepared = self._prepare(request, index)
         self._assign_connection(
             HttpExchange(prepared, index=index, intended_s=intended_s, on_end=self._record_end)
         )
+
+    def _prepare(self, request: WorkloadRequest, index: int) -> PreparedRequest:
+        model, seed = self._target.model, self._seed
+        if self._target.has_real_model:
+            return prepare_token_request(request, model=model, seed=seed, index=index)
+        chat = self._rng.random() < self._target.chat_share
+        return prepare_request(request, model=model, seed=seed, index=index, chat=chat)
 
     def _assign_connection(self, exchange: HttpExchange) -> None:
         """Send the exchange on a free connection, else on a new one, else queue it for one."""

@@ -1,12 +1,14 @@
 """Writes the HTTP requests of a workload: prompts of exact length, unique for each seed and index.
 
 Prompts differ from their first byte on, so that prefix caches save no work. They consist of letters and
-digits, so that they need no escaping and their length in bytes is their length in the JSON body. `generator`
-calls it when a request is due.
+digits, so that they need no escaping and their length in bytes is their length in the JSON body. For a real
+model, which has a tokeniser of its own, they are token ids. `generator` calls it when a request is due.
 """
 
 import hashlib
 from dataclasses import dataclass
+
+import orjson
 
 from fulcrum_simulator.text import BYTES_PER_TOKEN, count_tokens, prompt_digest, render_chat
 from fulcrum_simulator.workload import WorkloadRequest
@@ -14,6 +16,8 @@ from fulcrum_simulator.workload import WorkloadRequest
 _CHAT_FRAME_BYTES = len(render_chat([{"role": "user", "content": ""}]))
 CHAT_TOKENS_MIN = count_tokens(b"." * _CHAT_FRAME_BYTES) + 1
 """Shortest prompt, in tokens, that can be sent as a chat."""
+_FIRST_TOKEN_ID = 32
+"""Above the ids that vocabularies reserve; the 255 that follow exist in every vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +26,8 @@ class PreparedRequest:
 
     path: str
     body: bytes
-    digest: bytes
+    digest: bytes | None
+    """Digest of the prompt, which decides the text of the response; None if that text is not known."""
     input_tokens: int
     output_tokens: int
     tier: str = ""
@@ -50,6 +55,34 @@ def prepare_request(
         path="/v1/chat/completions" if chat else "/v1/completions",
         body=body.encode(),
         digest=prompt_digest(prompt),
+        input_tokens=request.input_tokens,
+        output_tokens=request.output_tokens,
+        tier=request.tier,
+        head_lines=_write_caller_lines(request),
+    )
+
+
+def prepare_token_request(request: WorkloadRequest, *, model: str, seed: int, index: int) -> PreparedRequest:
+    """Write the `index`-th request of the run with this seed for a real model: a prompt of token ids.
+
+    The response must have all its tokens, whatever they are (`ignore_eos`, an extension of vLLM).
+    """
+    pattern = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=64).digest()
+    ids = [_FIRST_TOKEN_ID + byte for byte in pattern]
+    prompt = (ids * (request.input_tokens // len(ids) + 1))[: request.input_tokens]
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": request.output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return PreparedRequest(
+        path="/v1/completions",
+        body=orjson.dumps(body),
+        digest=None,
         input_tokens=request.input_tokens,
         output_tokens=request.output_tokens,
         tier=request.tier,

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
@@ -17,7 +17,12 @@ from fulcrum_simulator.client.outcomes import (
     OutcomeKind,
     summarize_latencies,
 )
-from fulcrum_simulator.client.prompts import CHAT_TOKENS_MIN, PreparedRequest, prepare_request
+from fulcrum_simulator.client.prompts import (
+    CHAT_TOKENS_MIN,
+    PreparedRequest,
+    prepare_request,
+    prepare_token_request,
+)
 from fulcrum_simulator.percentile import percentile
 from fulcrum_simulator.text import count_tokens, output_token, prompt_digest, render_chat
 from fulcrum_simulator.workload import WorkloadRequest
@@ -30,12 +35,18 @@ def make_request(*, chat: bool = False, output_tokens: int = OUTPUT) -> Prepared
     return prepare_request(request, model="m", seed=1, index=4, chat=chat)
 
 
+def expected_digest() -> bytes:
+    digest = make_request().digest
+    assert digest is not None
+    return digest
+
+
 def event(payload: object) -> bytes:
     return b"data: " + json.dumps(payload).encode() + b"\n\n"
 
 
 def token(index: int, digest: bytes | None = None) -> bytes:
-    return event({"choices": [{"index": 0, "text": output_token(digest or make_request().digest, index)}]})
+    return event({"choices": [{"index": 0, "text": output_token(digest or expected_digest(), index)}]})
 
 
 def usage(prompt: int = INPUT, completion: int = OUTPUT) -> bytes:
@@ -54,10 +65,11 @@ class ScriptedResponse:
     pieces: Sequence[bytes]
     status: int = 200
     complete: bool = True
+    request: PreparedRequest = field(default_factory=make_request)
 
     def outcomes(self) -> list[LoadOutcome]:
         ends: list[LoadOutcome] = []
-        exchange = HttpExchange(make_request(), index=4, intended_s=100.0, on_end=ends.append)
+        exchange = HttpExchange(self.request, index=4, intended_s=100.0, on_end=ends.append)
         exchange.on_sent(100.5)
         exchange.on_status(self.status)
         now_s = 100.0
@@ -78,7 +90,7 @@ def test_a_correct_response_is_ok_with_latencies_from_the_intended_time() -> Non
 
 def test_tpot_counts_tokens_and_not_events() -> None:
     """An engine may send several tokens in one event."""
-    digest = make_request().digest
+    digest = expected_digest()
     both = event({"choices": [{"index": 0, "text": output_token(digest, 1) + output_token(digest, 2)}]})
     assert ScriptedResponse([token(0), both, usage() + DONE]).outcomes() == [
         LoadOutcome(4, OutcomeKind.OK, 0.5, 103.0, INPUT, output_tokens=3, ttft_s=1.0, tpot_s=0.5)
@@ -287,3 +299,43 @@ def test_a_percentile_is_a_value_that_occurred(
     values: list[float], percent: float, expected: float | None
 ) -> None:
     assert percentile(values, percent) == expected
+
+
+# A real model
+
+
+def make_token_request(index: int = 4) -> PreparedRequest:
+    return prepare_token_request(WorkloadRequest(0.0, INPUT, OUTPUT), model="m", seed=1, index=index)
+
+
+PART_OF_A_CHARACTER = event({"choices": [{"index": 0, "text": ""}]})
+TEXT = event({"choices": [{"index": 0, "text": "any text"}]})
+
+
+def test_tokens_of_a_real_model_count_whatever_their_text() -> None:
+    pieces = [PART_OF_A_CHARACTER, TEXT, TEXT, usage() + DONE]
+    assert ScriptedResponse(pieces, request=make_token_request()).outcomes() == [
+        LoadOutcome(4, OutcomeKind.OK, 0.5, 104.0, INPUT, output_tokens=3, ttft_s=1.0, tpot_s=1.0)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "kind", "reason"),
+    [
+        pytest.param([TEXT, usage(completion=1) + DONE], OutcomeKind.WRONG, "usage differs", id="too short"),
+        pytest.param([TEXT, DONE], OutcomeKind.WRONG, "no usage", id="its tokens were not counted"),
+        pytest.param([TEXT, ERROR], OutcomeKind.BROKEN, "decode leg died", id="an error after a token"),
+        pytest.param([ERROR], OutcomeKind.FAILED, "decode leg died", id="an error before any token"),
+    ],
+)
+def test_an_incomplete_response_of_a_real_model_is_not_ok(
+    pieces: Sequence[bytes], kind: OutcomeKind, reason: str
+) -> None:
+    (outcome,) = ScriptedResponse(pieces, request=make_token_request()).outcomes()
+    assert (outcome.kind, outcome.reason) == (kind, reason)
+
+
+def test_prompts_of_token_ids_have_their_length_and_differ_from_the_first_block_on() -> None:
+    first, second = (json.loads(make_token_request(index).body)["prompt"] for index in (0, 1))
+    assert (len(first), len(second)) == (INPUT, INPUT)
+    assert first[:16] != second[:16]
