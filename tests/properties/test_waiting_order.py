@@ -36,7 +36,7 @@ class Request:
     tier: str = ""
     account: TokenAccount = field(init=False)
 
-    def try_to_leave(self, now_s: float, *, late: bool, held_for_long: bool) -> LeaveResult:  # noqa: ARG002  # the port's signature
+    def try_to_leave(self, now_s: float, *, late: bool, **_: bool) -> LeaveResult:  # noqa: ARG002  # the port's signature
         hall = self.hall
         if hall.left is not None:
             return LeaveResult.BLOCKED
@@ -204,7 +204,7 @@ class FullHall(Hall):
 class LateRequest(Request):
     """A request that is late once its deadline is over, and is blocked then."""
 
-    def try_to_leave(self, now_s: float, *, late: bool, held_for_long: bool) -> LeaveResult:  # noqa: ARG002  # the port's signature
+    def try_to_leave(self, now_s: float, *, late: bool, **_: bool) -> LeaveResult:
         hall = self.hall
         assert isinstance(hall, FullHall)
         if late or now_s <= self.deadline_s:

@@ -387,9 +387,10 @@ class JourneyChoices(EligibleInstances[V]):
             else (has_leg, failed_prefill, failed_decode)
         )
 
-    def try_to_leave(self, now_s: float, *, late: bool, held_for_long: bool) -> LeaveResult:
+    def try_to_leave(self, now_s: float, *, late: bool, held_for_long: bool, due: bool) -> LeaveResult:
         """See `waiter.Waiter`."""
         context = self._context
+        self._is_due = due
         self._find_hits()
         exclude = self._failed_prefill + context.pairs.broken_prefill_instances
         eligible, full = self._list_eligible(now_s, exclude)

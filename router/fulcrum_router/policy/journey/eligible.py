@@ -14,6 +14,7 @@ from fulcrum_router.policy.journey.record import JourneyRecord
 from fulcrum_router.policy.journey.states import State
 from fulcrum_router.policy.overflow import choose_overflow
 from fulcrum_router.policy.tiers.admission import predict_prefill
+from fulcrum_router.policy.tiers.tier_reserve import SPARE_S
 
 # An attribute of an enum is slow to read.
 _ARRIVED, _WAITING, _BEFORE_THE_ROOM = State.ARRIVED, State.WAITING, (State.ARRIVED, State.FLIP_REQUESTED)
@@ -46,7 +47,18 @@ class EligibleInstances(JourneyRecord[V]):
         ]
         if full and self.work.cached_tokens:
             full = [name for name in full if not self._saves_the_wait(name, now_s)]
+        if not self._is_due and context.decode_share.is_used_by_higher(self.work.priority, now_s):
+            full += [i.name for i in eligible if i.name not in full and self._would_delay_higher(i)]
         return eligible, tuple(full)
+
+    def _would_delay_higher(self, instance: V) -> bool:
+        """Whether a prompt of a higher tier would wait for this one and for another one, not only for one.
+
+        It cannot pass what the engine has got: an engine computes its prompts together, as far as they fit
+        into a step. Prompts that take less than `SPARE_S` together count as one.
+        """
+        queued_s, model = instance.ledger.prefill_queued_s, instance.prefill_model
+        return queued_s > 0.0 and queued_s + model.ttft_s(self.work.count_computed(instance.name)) > SPARE_S
 
     def _saves_the_wait(self, name: str, now_s: float) -> bool:
         """Whether the prefix cache of an instance saves more time than its work above the limit takes.

@@ -48,6 +48,7 @@ class JourneyRecord(Generic[V]):
         "_forecast_s",
         "_give_up_at_s",
         "_hits",
+        "_is_due",
         "_is_judged",
         "_is_limited",
         "_last_action",
@@ -171,7 +172,8 @@ class JourneyRecord(Generic[V]):
         self._decode_attempts = self._suspicions = 0
         self._lease_from_s = self._asked_at_s = self._forecast_s = self._recovery_s = 0.0
         self._last_action: Action | None = None
-        self._hits, self.must_recompute, self._reserved_on, self._is_limited = NO_HITS, False, None, False
+        self._hits, self._reserved_on = NO_HITS, None
+        self._is_due = self._is_limited = self.must_recompute = False
 
     def skip_admission(self) -> None:
         """Admit the request, whatever admission would decide."""

@@ -46,13 +46,14 @@ class Waiter(Protocol):
     def tier(self) -> str:
         """Name of the request's tier."""
 
-    def try_to_leave(self, now_s: float, *, late: bool, held_for_long: bool) -> LeaveResult:
+    def try_to_leave(self, now_s: float, *, late: bool, held_for_long: bool, due: bool) -> LeaveResult:
         """Call `leave` if an instance can take the request now.
 
         Args:
             now_s: The time.
             late: Leave even if no instance would respond in time.
             held_for_long: Leave even if decode has no room for the request.
+            due: Its level goes before higher ones now.
         """
 
     def give_way(self) -> None:

@@ -298,7 +298,8 @@ class WaitingRoom:
         level, line = self._find_level(request.waiter.priority), request.line
         late = not request.in_time
         held_for_long = level.is_held_for_long(line, now_s)
-        result = request.waiter.try_to_leave(now_s, late=late, held_for_long=held_for_long)
+        due = level.due_at_s <= self._departed_s
+        result = request.waiter.try_to_leave(now_s, late=late, held_for_long=held_for_long, due=due)
         if result is _LEFT:
             self._record_departure(request)
             if held_for_long:

@@ -54,6 +54,7 @@ class FakeWaiter:
     tier: str = ""
     asked: int = 0
     raises: bool = False
+    due: bool | None = None
 
     def give_up(self, now_s: float) -> None:
         assert now_s >= self.deadline_s
@@ -64,8 +65,9 @@ class FakeWaiter:
         self.left.append(-self.arrival_s)
         self.room.leave(self)
 
-    def try_to_leave(self, now_s: float, *, late: bool, held_for_long: bool) -> LeaveResult:
+    def try_to_leave(self, now_s: float, *, late: bool, held_for_long: bool, due: bool) -> LeaveResult:
         self.asked += 1
+        self.due = due
         if self.raises:
             raise RuntimeError
         if not self.fits or not self.places[0]:

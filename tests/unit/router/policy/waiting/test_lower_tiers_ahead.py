@@ -1,0 +1,66 @@
+"""How much work an instance gets of lower tiers while a higher one sends requests."""
+
+import pytest
+
+from fulcrum_core.values import Role
+from fulcrum_router.policy import TransferPairs
+from fulcrum_router.policy.journey import Action, Journey, JourneyContext, State
+from fulcrum_router.policy.tiers.decode_share import SENDS_FOR_S
+from fulcrum_router.policy.tiers.tier_reserve import SPARE_S
+from fulcrum_router.policy.waiting.level import AGEING_FACTOR
+from fulcrum_router.policy.waiting.waiting_room import WaitingRoom
+from tests.unit.router.builders import SLO, FakeFleet, FakeInstance, instance, work
+
+TOKENS = 100
+"""A prompt of 0.1 s."""
+HIGH, LOW = 10, 0
+
+
+def make_context() -> JourneyContext[FakeInstance]:
+    """One instance of each role, which gets half a second of work, and two tiers."""
+    fleet = FakeFleet([instance("p1"), instance("d1", role=Role.DECODE)])
+    context = JourneyContext(fleet, TransferPairs())
+    context.waiting_room = WaitingRoom(prefill_ahead_s=0.5)
+    context.decode_share.set_tiers({LOW, HIGH}, tpot_s=SLO.tpot_s)
+    return context
+
+
+def begin(
+    context: JourneyContext[FakeInstance], priority: int, *, tokens: int = TOKENS, now_s: float = 0.0
+) -> tuple[Journey[FakeInstance], Action]:
+    journey = Journey(context, work(tokens, priority=priority)._replace(deadline_s=now_s + 100.0))
+    return journey, journey.begin(now_s)
+
+
+@pytest.mark.parametrize(
+    ("queued_s", "priority", "tokens", "silent_s", "action"),
+    [
+        pytest.param(0.4, HIGH, TOKENS, 0.0, Action.SEND_PREFILL, id="a higher tier"),
+        pytest.param(0.05, LOW, TOKENS, 0.0, Action.WAIT, id="a second prompt of a lower tier"),
+        pytest.param(0.0, LOW, 50 * TOKENS, 0.0, Action.SEND_PREFILL, id="the only prompt, however long"),
+        pytest.param(SPARE_S / 2, LOW, 40, 0.0, Action.SEND_PREFILL, id="prompts that are short together"),
+        pytest.param(0.4, LOW, TOKENS, SENDS_FOR_S + 0.1, Action.SEND_PREFILL, id="the higher one is silent"),
+    ],
+)
+def test_a_lower_tier_sends_one_prompt_to_an_instance_while_a_higher_one_sends_requests(
+    queued_s: float, priority: int, tokens: int, silent_s: float, action: Action
+) -> None:
+    context = make_context()
+    context.decode_share.record_arrival(HIGH, 0.0)
+    if queued_s:
+        context.fleet["p1"].ledger.add_prefill(tokens=1, predicted_s=queued_s, now_s=silent_s)
+    assert begin(context, priority, tokens=tokens, now_s=silent_s)[1] is action
+
+
+def test_a_lower_tier_does_not_starve_while_a_higher_one_keeps_all_instances_busy() -> None:
+    context = make_context()
+    higher = [begin(context, HIGH)[0] for _ in range(10)]
+    lower, action = begin(context, LOW)
+    higher += [begin(context, HIGH)[0] for _ in range(50)]
+    assert action is Action.WAIT
+    computed = 0
+    while lower.state is State.WAITING:
+        assert higher[computed].state is State.PREFILL
+        higher[computed].client_left(computed / 10)
+        computed += 1
+    assert computed <= AGEING_FACTOR + 1
