@@ -181,14 +181,14 @@ class VllmService:
             return False
 
     async def wait_until_idle(self) -> None:
-        """Wait until both engines serve, one in each role, with nothing in flight."""
+        """Wait until all engines serve, both roles are there, and nothing is in flight."""
         await self.wait_until(self._is_idle, limit_s=START_S)
 
     async def _is_idle(self) -> bool:
         phases = [instance.status.phase for instance in (await self.list_instances()).values()]
         seen = (await self.read_state()).instances
         return (
-            phases == [Phase.SERVING] * 2
+            set(phases) == {Phase.SERVING}
             and {one.role for one in seen} == {P, D}
             and all(one.serving and not one.legs and not one.missed_probes for one in seen)
             and all([await self.read_metric(one.name, "vllm:num_requests_running") == 0 for one in seen])
@@ -236,12 +236,12 @@ class LocalServices:
         """Processes by the folder with their logs."""
         self._ending: list[subprocess.Popen[bytes]] = []
 
-    def start(self, name: str, body: dict[str, Any]) -> RunningService:
-        """Start a manifest with `fulcrum up --local`."""
+    def start(self, name: str, *objects: dict[str, Any]) -> RunningService:
+        """Start a manifest with these objects with `fulcrum up --local`."""
         folder = self._folder / name
         folder.mkdir()
         file = folder / "service.yaml"
-        file.write_text(yaml.safe_dump(body), encoding="utf-8")
+        file.write_text(yaml.safe_dump_all(objects), encoding="utf-8")
         command = (sys.executable, "-m", "fulcrum_cli", "up", "-f", str(file), "--local", "--port", "0")
         with (folder / "up.log").open("wb") as log:
             process = self._programs[folder] = subprocess.Popen(

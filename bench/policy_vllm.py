@@ -1,0 +1,290 @@
+"""A load whose mix changes on three real vLLM engines: mode Auto against each fixed split.
+
+    python bench/policy_vllm.py [--seeds N] [--period SECONDS] [--periods N]
+
+Runs a local service with three engines, and measures how many long prompts one prefill engine computes a
+second, and how many long answers one decode engine gives. The load alternates between such prompts and
+answers, each at 0.9 times that rate: three engines never have more work than two cores can do. The
+objectives are such that two engines of the right role meet them at that rate, and one does not, so a fixed
+split is wrong half of the time: TTFT 2.5 times that of a lone prompt, and TPOT between those measured with
+one and with two decode engines. For each seed the same requests are sent with mode Auto and with each fixed
+split. Prints SLO attainment, flips and failures. Exit code 1 if, in the median of the seeds, Auto is not
+above every fixed split, if it never flipped in one of the directions, or if a request failed. Needs
+`make engine`. A run during which other programs used the processors, or the load was late, does not count.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from bench.vllm_load import MeasuredLoad, measure_load, run_vllm_service
+from fulcrum_cli.assignment.writes import flip_instance
+from fulcrum_cli.play.recorder import Recorder
+from fulcrum_core.api import PDAssignment, PDService
+from fulcrum_core.values import AutoscalingMode, Role, Slo
+from fulcrum_simulator.workload import WorkloadRequest
+from tests.engines.loads import LARGER_MODEL, Sender, draw_burst, draw_load, measure_rate_rps, send_load
+from tests.engines.services import NAMESPACE, RunningService, VllmService, build_manifest
+
+SERVICE, INSTANCES = "chat", 3
+AUTO, SPLITS = "Auto", {"1P2D": 1, "2P1D": 2}
+"""Prefill instances of each fixed split."""
+Ranges = tuple[tuple[int, int], tuple[int, int]]
+PROMPTS: Ranges = ((700, 1300), (2, 6))
+ANSWERS: Ranges = ((16, 48), (150, 350))
+"""Ranges of prompt and output tokens of the two mixes."""
+LOAD = 0.9
+"""Rate of each mix, as a share of what one engine serves."""
+TTFT_FACTOR = 2.5
+LONE_PROMPTS, PROBE_S = 9, 15.0
+"""Prompts and seconds by which the objectives are measured."""
+NO_DEFLECTION = Slo(ttft_s=60.0, tpot_s=0.001)
+"""Objectives with which decode computes no prompts, while the rates are measured."""
+BURST = 60
+"""Requests by which the rate of one engine is measured."""
+ENGINE_ARGS = (*LARGER_MODEL, "--kv-cache-memory-bytes", str(256 * 2**20))
+FLIPS_SEEN_EACH_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One load with one way to set the roles."""
+
+    arm: str
+    load: MeasuredLoad
+    to_prefill: int
+    to_decode: int
+
+    def __str__(self) -> str:
+        latencies = self.load.report.latencies
+        tpot_ms = 1000 * (latencies.tpot_p99_s or 0.0)
+        return (
+            f"{self.arm}: {self.load.report.attainment or 0.0:.1%} of {self.load.report.offered} in time, "
+            f"TTFT p99 {latencies.ttft_p99_s or 0.0:.2f} s, TPOT p99 {tpot_ms:.0f} ms, "
+            f"{self.to_prefill} flips to Prefill, {self.to_decode} to Decode, {self.load.failed} failed; "
+            f"{self.load.describe_machine()}"
+        )
+
+
+def build_service() -> dict[str, Any]:
+    """A service whose autoscaler is fast enough for periods of ten seconds, as that of `fulcrum play`."""
+    return build_manifest(
+        engine={"type": "vLLM", "args": list(ENGINE_ARGS)},
+        instances=INSTANCES,
+        slo=write_slo(NO_DEFLECTION),
+        autoscaling={
+            "mode": AutoscalingMode.OFF.value,
+            "arrow": {"interval": "500ms", "consecutiveTicks": 2},
+            "flip": {"prefillToDecodeCooldown": "1s"},
+        },
+    )
+
+
+def write_slo(slo: Slo) -> dict[str, str]:
+    """The objectives as a manifest has them."""
+    return {"ttft": f"{1000 * slo.ttft_s:.0f}ms", "tpot": f"{1000 * slo.tpot_s:.1f}ms"}
+
+
+async def set_mode(service: VllmService, mode: AutoscalingMode) -> None:
+    """Set the mode of autoscaling."""
+    patch = {"spec": {"autoscaling": {"mode": mode.value}}}
+    await service.store.patch(PDService, SERVICE, patch, namespace=NAMESPACE)
+
+
+async def set_split(service: VllmService, prefill: int) -> None:
+    """Give the first `prefill` instances the role Prefill and the others Decode; wait until they have it."""
+    names = sorted(await service.list_instances())
+    roles = {name: Role.PREFILL if number < prefill else Role.DECODE for number, name in enumerate(names)}
+    while True:
+        assignment = await service.store.get(PDAssignment, SERVICE, namespace=NAMESPACE)
+        now = {name: entry.role for name, entry in assignment.spec.roles.items()}
+        wrong = [name for name in names if now[name] is not roles[name]]
+        if not wrong:
+            break
+        # The last instance of a role never flips.
+        name = next(one for one in wrong if list(now.values()).count(now[one]) > 1)
+        await flip_instance(
+            service.store, SERVICE, name, roles[name], namespace=NAMESPACE, reason="split to be measured"
+        )
+    await service.wait_until(lambda: _has_roles(service, roles))
+
+
+async def _has_roles(service: VllmService, roles: dict[str, Role]) -> bool:
+    return {one.name: one.role for one in (await service.read_state()).instances} == roles
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Requests a second of one prefill and of one decode engine, and objectives that two of them meet."""
+
+    prompts_rps: float
+    answers_rps: float
+    slo: Slo
+
+
+async def calibrate(service: VllmService, running: RunningService) -> Calibration:
+    """Measure what one engine of each role serves, and set the service's objectives."""
+    await set_split(service, SPLITS["1P2D"])
+    prompts_rps = await measure_mix_rps(service, running, PROMPTS, seed=10)
+    ttft_s = TTFT_FACTOR * await measure_lone_ttft_s(running, seed=20)
+    await set_split(service, SPLITS["2P1D"])
+    answers_rps = await measure_mix_rps(service, running, ANSWERS, seed=30)
+    answers = draw_load([Sender("", LOAD * answers_rps, *ANSWERS)], end_s=PROBE_S, seed="probe")
+    tpots_s = []
+    for number, prefill in enumerate((2, 1)):
+        await service.wait_until_idle()
+        await set_split(service, prefill)
+        results = await send_load(running.info, answers, slo=NO_DEFLECTION, seed=40 + number)
+        tpots_s.append(results.report().latencies.tpot_p50_s or 0.0)
+    slo = Slo(ttft_s=ttft_s, tpot_s=(tpots_s[0] * tpots_s[1]) ** 0.5)
+    await service.store.patch(PDService, SERVICE, {"spec": {"slo": write_slo(slo)}}, namespace=NAMESPACE)
+    print(
+        f"one engine serves {prompts_rps:.1f} prompts/s, or {answers_rps:.1f} answers/s; "
+        f"TPOT {1000 * tpots_s[0]:.1f} ms with one decode engine, {1000 * tpots_s[1]:.1f} ms with two; "
+        f"objectives {write_slo(slo)}",
+        flush=True,
+    )
+    return Calibration(prompts_rps, answers_rps, slo)
+
+
+async def measure_mix_rps(
+    service: VllmService, running: RunningService, ranges: Ranges, *, seed: int
+) -> float:
+    """Requests a second of one mix that the present split serves, while some wait all the time."""
+    for number in range(2):  # the first burst opens connections and teaches the router what requests cost
+        await service.wait_until_idle()
+        burst = draw_burst(*ranges, count=BURST, seed=f"{seed}/{number}")
+        results = await send_load(running.info, burst, slo=NO_DEFLECTION, seed=seed + number)
+    return measure_rate_rps(results)
+
+
+async def measure_lone_ttft_s(running: RunningService, *, seed: int) -> float:
+    """Median time to the first token of prompts that nobody waits for."""
+    waits_s = []
+    for number in range(LONE_PROMPTS):
+        one = draw_burst(*PROMPTS, count=1, seed=f"{seed}/{number}")
+        results = await send_load(running.info, one, slo=NO_DEFLECTION, seed=seed + number)
+        waits_s.append(results.report().latencies.ttft_p50_s or 0.0)
+    return median(waits_s)
+
+
+@asynccontextmanager
+async def record_flips(service: VllmService) -> AsyncIterator[Recorder]:
+    """Record the flips while the block runs. No instance flips twice in `FLIPS_SEEN_EACH_S`."""
+    recorder = Recorder()
+
+    async def look() -> None:
+        recorder.record_assignment(await service.store.get(PDAssignment, SERVICE, namespace=NAMESPACE))
+
+    async def follow() -> None:
+        while True:
+            await asyncio.sleep(FLIPS_SEEN_EACH_S)
+            await look()
+
+    await look()
+    task = asyncio.create_task(follow())
+    try:
+        yield recorder
+        await look()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def measure_run(
+    service: VllmService,
+    running: RunningService,
+    arm: str,
+    requests: Sequence[WorkloadRequest],
+    *,
+    slo: Slo,
+    seed: int,
+) -> Run:
+    """Send a load with mode Auto, beginning with the first split, or with a fixed split."""
+    await service.wait_until_idle()
+    await set_split(service, SPLITS.get(arm, 1))
+    async with record_flips(service) as recorder:
+        await set_mode(service, AutoscalingMode.AUTO if arm == AUTO else AutoscalingMode.OFF)
+        load = await measure_load(running, requests, slo=slo, seed=seed)
+        await set_mode(service, AutoscalingMode.OFF)
+    run = Run(arm, load, recorder.flips_to(Role.PREFILL), recorder.flips_to(Role.DECODE))
+    print(run, flush=True)
+    return run
+
+
+def draw_moving(found: Calibration, *, period_s: float, periods: int, seed: int) -> list[WorkloadRequest]:
+    """Draw prompts and answers in turn, beginning with prompts."""
+    mixes = (found.prompts_rps, PROMPTS), (found.answers_rps, ANSWERS)
+    senders = [
+        Sender("", LOAD * rate_rps, *ranges, start_s=number * period_s)
+        for number, (rate_rps, ranges) in enumerate(mixes[number % 2] for number in range(periods))
+    ]
+    return [
+        request
+        for number, sender in enumerate(senders)
+        for request in draw_load([sender], end_s=(number + 1) * period_s, seed=f"{seed}/{number}")
+    ]
+
+
+async def measure_all(
+    running: RunningService, *, seeds: int, period_s: float, periods: int
+) -> list[list[Run]]:
+    """Send the load of each seed with each way to set the roles."""
+    async with running.connect() as service:
+        calibration = await calibrate(service, running)
+        found = []
+        for seed in range(1, seeds + 1):
+            requests = draw_moving(calibration, period_s=period_s, periods=periods, seed=seed)
+            found.append(
+                [
+                    await measure_run(
+                        service, running, arm, requests, slo=calibration.slo, seed=1000 * seed + number
+                    )
+                    for number, arm in enumerate((AUTO, *SPLITS))
+                ]
+            )
+        return found
+
+
+def judge(found: Sequence[Sequence[Run]]) -> bool:
+    """Print the verdict of the seeds that count; return whether all bars are met."""
+    counted = [runs for runs in found if all(run.load.counts for run in runs)]
+    failed = sum(run.load.failed for runs in found for run in runs)
+    print(f"{failed} failed, {len(counted)} of {len(found)} seeds count")
+    if not counted:
+        return False
+    shares = {
+        runs[number].arm: [each[number].load.report.attainment or 0.0 for each in counted]
+        for runs in counted[:1]
+        for number in range(len(runs))
+    }
+    for arm, values in shares.items():
+        print(f"{arm}: {median(values):.1%} in time, {min(values):.1%} to {max(values):.1%}")
+    auto = [run for runs in counted for run in runs if run.arm == AUTO]
+    flips = min(sum(run.to_prefill for run in auto), sum(run.to_decode for run in auto))
+    best_split = max(median(shares[arm]) for arm in SPLITS)
+    return median(shares[AUTO]) > best_split and flips > 0 and not failed
+
+
+def main() -> int:
+    """Run the service and measure; return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--period", type=float, default=20.0, metavar="SECONDS")
+    parser.add_argument("--periods", type=int, default=4)
+    given = parser.parse_args()
+    with run_vllm_service(build_service()) as service:
+        measuring = measure_all(service, seeds=given.seeds, period_s=given.period, periods=given.periods)
+        found = asyncio.run(measuring)
+    return 0 if judge(found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

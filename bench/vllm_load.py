@@ -1,0 +1,116 @@
+"""Runs a local service with vLLM engines and measures loads on it; `tiers_vllm` and `policy_vllm` use it.
+
+Real engines cannot say that they are late, as the engine model does. So each measurement also says whether
+other programs took processor time, and whether the load itself was late.
+"""
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fulcrum_cli.local.engine_environment import find_engine_environment
+from fulcrum_core.values import Slo
+from fulcrum_simulator.client import LoadReport, LoadResults
+from fulcrum_simulator.workload import WorkloadRequest
+from tests.engines.loads import send_load
+from tests.engines.services import LocalServices, RunningService
+
+OTHER_WORK_MAX, LATE_MAX_S = 0.05, 0.02
+"""Share of all processors that other programs may use, and the largest p99 of late requests."""
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLoad:
+    """One load: its requests and outcomes."""
+
+    requests: tuple[WorkloadRequest, ...]
+    results: LoadResults
+    report: LoadReport
+    other_work: float
+    """Share of all processors that other programs used."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether the figures are those of the service."""
+        late_s = self.report.sent_late_p99_s
+        return self.other_work <= OTHER_WORK_MAX and late_s is not None and late_s <= LATE_MAX_S
+
+    @property
+    def failed(self) -> int:
+        """Requests that got no whole response and were not refused."""
+        return self.report.failed + self.report.broken + self.report.wrong
+
+    def describe_machine(self) -> str:
+        """Say what the machine did besides."""
+        late_ms = 1000 * (self.report.sent_late_p99_s or 0.0)
+        warning = "" if self.counts else " (DOES NOT COUNT)"
+        return f"other programs {self.other_work:.0%}, load {late_ms:.0f} ms late (p99){warning}"
+
+
+@contextmanager
+def run_vllm_service(*objects: dict[str, Any]) -> Iterator[RunningService]:
+    """Run a service with these objects while the block runs.
+
+    Raises:
+        InvalidInput: if there is no engine environment.
+    """
+    find_engine_environment()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        services = LocalServices(Path(folder))
+        try:
+            yield services.start("measured", *objects)
+        finally:
+            services.stop_all()
+
+
+async def measure_load(
+    service: RunningService, requests: Iterable[WorkloadRequest], *, slo: Slo, seed: int
+) -> MeasuredLoad:
+    """Send the requests and wait for their outcomes."""
+    loop = asyncio.get_running_loop()
+    sent, began_s, other_s = tuple(requests), loop.time(), _read_other_work_s()
+    results = await send_load(service.info, sent, slo=slo, seed=seed)
+    other_s, took_s = _read_other_work_s() - other_s, loop.time() - began_s
+    return MeasuredLoad(sent, results, results.report(), other_s / took_s / (os.cpu_count() or 1))
+
+
+def _read_other_work_s() -> float:
+    """Processor time of all processes but this one and its descendants since the machine's start, in seconds.
+
+    It rises when a descendant ends.
+    """
+    user, nice, system = (int(field) for field in Path("/proc/stat").read_text().split()[1:4])
+    own = sum(_read_ticks(str(pid)) for pid in _list_descendants(os.getpid()))
+    return (user + nice + system - own) / _TICKS_PER_S
+
+
+def _list_descendants(pid: int) -> list[int]:
+    """The process and all its descendants that run."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (fields := _read_fields(entry.name)):
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found, level = [pid], [pid]
+    while level:
+        level = [child for one in level for child in children.get(one, ())]
+        found += level
+    return found
+
+
+def _read_ticks(pid: str) -> int:
+    fields = _read_fields(pid)
+    return int(fields[11]) + int(fields[12]) if fields else 0
+
+
+def _read_fields(pid: str) -> list[str]:
+    """The fields of a process's stat file from its state on; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
