@@ -4,13 +4,14 @@
 
 Runs a local service with three engines, and measures how many long prompts one prefill engine computes a
 second, and how many long answers one decode engine gives. The load alternates between such prompts and
-answers, each at 0.9 times that rate: three engines never have more work than two cores can do. The
-objectives are such that two engines of the right role meet them at that rate, and one does not, so a fixed
-split is wrong half of the time: TTFT 2.5 times that of a lone prompt, and TPOT between those measured with
-one and with two decode engines. For each seed the same requests are sent with mode Auto and with each fixed
-split. Prints SLO attainment, flips and failures. Exit code 1 if, in the median of the seeds, Auto is not
-above every fixed split, if it never flipped in one of the directions, or if a request failed. Needs
-`make engine`. A run during which other programs used the processors, or the load was late, does not count.
+answers, each at 0.9 times that rate, so that one engine at a time has much work. The objectives are such that
+two engines of the right role meet them at that rate, and one does not, so a fixed split is wrong half of the
+time: TTFT 2.5 times that of a lone prompt, and TPOT between those measured with one and with two decode
+engines. For each seed, requests with the same arrivals and lengths, but other texts (so that no prefix cache
+helps), are sent with mode Auto and then with each fixed split. Prints SLO attainment, flips and failures.
+Exit code 1 if, in the median of the seeds, Auto is not above every fixed split, if it never flipped in one of
+the directions, or if a request failed. Needs `make engine`. A run during which other programs used the
+processors, or the load was late, does not count.
 """
 
 import argparse
@@ -175,7 +176,10 @@ async def measure_lone_ttft_s(running: RunningService, *, seed: int) -> float:
 
 @asynccontextmanager
 async def record_flips(service: VllmService) -> AsyncIterator[Recorder]:
-    """Record the flips while the block runs. No instance flips twice in `FLIPS_SEEN_EACH_S`."""
+    """Record the flips while the block runs.
+
+    An instance that flips twice within `FLIPS_SEEN_EACH_S` is missed; the cooldown is longer.
+    """
     recorder = Recorder()
 
     async def look() -> None:
@@ -205,7 +209,7 @@ async def measure_run(
     slo: Slo,
     seed: int,
 ) -> Run:
-    """Send a load with mode Auto, beginning with the first split, or with a fixed split."""
+    """Send a load with mode Auto, beginning with 1P2D, or with a fixed split."""
     await service.wait_until_idle()
     await set_split(service, SPLITS.get(arm, 1))
     async with record_flips(service) as recorder:
@@ -253,7 +257,7 @@ async def measure_all(
 
 def judge(found: Sequence[Sequence[Run]]) -> bool:
     """Print the verdict of the seeds that count; return whether all bars are met."""
-    counted = [runs for runs in found if all(run.load.counts for run in runs)]
+    counted = [runs for runs in found if all(run.load.is_valid for run in runs)]
     failed = sum(run.load.failed for runs in found for run in runs)
     print(f"{failed} failed, {len(counted)} of {len(found)} seeds count")
     if not counted:

@@ -108,11 +108,10 @@ def report(runs: Sequence[Mapping[str, Any]], peers: Sequence[str], scenarios: S
     met = True
     print("\nrate     router           p99 added, ms: median (range)   p99   CPU, us a request   runs")
     for scenario in scenarios:
-        direct = _pick(runs, DIRECT, scenario)
         added: dict[str, float] = {}
         for name in (FULCRUM, *peers):
-            valid = _pick(runs, name, scenario)
-            differences = [own["lat"][2] - base["lat"][2] for own, base in zip(valid, direct, strict=False)]
+            pairs = _pair_with_direct(runs, name, scenario)
+            differences = [own["lat"][2] - base["lat"][2] for own, base in pairs]
             if not differences:
                 print(f"{scenario:8} {name:16} no valid run")
                 met = met and name != FULCRUM
@@ -120,11 +119,11 @@ def report(runs: Sequence[Mapping[str, Any]], peers: Sequence[str], scenarios: S
             added[name] = statistics.median(differences)
             p99, cpu = (
                 statistics.median(values)
-                for values in ([run["lat"][2] for run in valid], [run["cpu_us_req"] for run in valid])
+                for values in ([own["lat"][2] for own, _ in pairs], [own["cpu_us_req"] for own, _ in pairs])
             )
             print(
                 f"{scenario:8} {name:16} {added[name]:8.2f} ({min(differences):.2f} to "
-                f"{max(differences):.2f})          {p99:8.2f} {cpu:12.1f} {len(valid):10}"
+                f"{max(differences):.2f})          {p99:8.2f} {cpu:12.1f} {len(pairs):10}"
             )
         best = min((each for name, each in added.items() if name != FULCRUM), default=None)
         if best is not None and FULCRUM in added:
@@ -133,9 +132,14 @@ def report(runs: Sequence[Mapping[str, Any]], peers: Sequence[str], scenarios: S
     return 0 if met else 1
 
 
-def _pick(runs: Sequence[Mapping[str, Any]], name: str, scenario: str) -> list[Mapping[str, Any]]:
-    """The runs of a system without errors, in the order of the rounds."""
-    return [run for run in runs if run["sut"] == name and run["scen"] == scenario and not run["err"]]
+def _pair_with_direct(
+    runs: Sequence[Mapping[str, Any]], name: str, scenario: str
+) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """The runs of a system and those of the same rounds without any router, where neither had an error."""
+    own, direct = (
+        [run for run in runs if run["sut"] == one and run["scen"] == scenario] for one in (name, DIRECT)
+    )
+    return [pair for pair in zip(own, direct, strict=True) if not pair[0]["err"] and not pair[1]["err"]]
 
 
 if __name__ == "__main__":

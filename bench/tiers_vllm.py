@@ -3,11 +3,11 @@
     python bench/tiers_vllm.py [--seed N] [--rounds N] [--for SECONDS]
 
 Runs a local service with a prefill and a decode engine and two tiers, and measures what it can serve. Then,
-in turn, premium alone sends a tenth of that, and premium beside free requests of five times that, all of the
-same lengths. Prints premium's time to the first token both ways, requests that failed, and free requests that
-were refused. Exit code 1 if, in the median of the rounds, premium's p99 in the flood is more than 1.5 times
-that alone, if a request fails, or if premium is refused. Needs `make engine`. A round during which other
-programs used the processors, or the load was late, does not count.
+in turn, premium alone sends a tenth of that, and premium beside free requests at five times what it can
+serve, with lengths drawn from the same ranges. Prints premium's time to the first token both ways, requests
+that failed, and free requests that were refused. Exit code 1 if, in the median of the rounds, premium's p99
+in the flood is more than 1.5 times that alone, if a request fails, or if premium is refused. Needs `make
+engine`. A round during which other programs used the processors, or the load was late, does not count.
 """
 
 import argparse
@@ -58,7 +58,8 @@ def build_objects() -> list[dict[str, Any]]:
 async def measure_capacity_rps(service: RunningService, seed: int) -> float:
     """Requests a second that the service serves while some wait all the time, beside one of premium.
 
-    Without that one, decode would compute prompts, too.
+    In the 10 s after that one decode computes no prompts, and the engine gets one prompt of the burst at a
+    time. If a burst takes longer, the rate is too high.
     """
     for number in range(2):  # the first burst opens connections and teaches the router what requests cost
         premium = WorkloadRequest(0.0, PROMPT_TOKENS[0], OUTPUT_TOKENS[0], tenant=PREMIUM, tier=PREMIUM)
@@ -112,7 +113,7 @@ def describe(load: MeasuredLoad) -> str:
 
 def judge(rounds: Sequence[Round]) -> bool:
     """Print the verdict of the rounds that count; return whether all bars are met."""
-    counted = [pair for pair in rounds if pair[0].counts and pair[1].counts]
+    counted = [pair for pair in rounds if pair[0].is_valid and pair[1].is_valid]
     failed = sum(load.failed for pair in rounds for load in pair)
     refused = sum(load.report.tiers[PREMIUM].refused for pair in rounds for load in pair)
     print(f"{failed} failed, {refused} premium refused, {len(counted)} of {len(rounds)} rounds count")

@@ -21,7 +21,7 @@ from tests.engines.loads import send_load
 from tests.engines.services import LocalServices, RunningService
 
 OTHER_WORK_MAX, LATE_MAX_S = 0.05, 0.02
-"""Share of all processors that other programs may use, and the largest p99 of late requests."""
+"""Share of all processors that other programs may use, and the largest p99 of how late requests are sent."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -36,8 +36,8 @@ class MeasuredLoad:
     """Share of all processors that other programs used."""
 
     @property
-    def counts(self) -> bool:
-        """Whether the figures are those of the service."""
+    def is_valid(self) -> bool:
+        """Whether the figures are those of the service, and not of other work on the machine."""
         late_s = self.report.sent_late_p99_s
         return self.other_work <= OTHER_WORK_MAX and late_s is not None and late_s <= LATE_MAX_S
 
@@ -47,9 +47,9 @@ class MeasuredLoad:
         return self.report.failed + self.report.broken + self.report.wrong
 
     def describe_machine(self) -> str:
-        """Say what the machine did besides."""
+        """Describe the other work on the machine and how late the load was."""
         late_ms = 1000 * (self.report.sent_late_p99_s or 0.0)
-        warning = "" if self.counts else " (DOES NOT COUNT)"
+        warning = "" if self.is_valid else " (DOES NOT COUNT)"
         return f"other programs {self.other_work:.0%}, load {late_ms:.0f} ms late (p99){warning}"
 
 
@@ -83,7 +83,7 @@ async def measure_load(
 def _read_other_work_s() -> float:
     """Processor time of all processes but this one and its descendants since the machine's start, in seconds.
 
-    It rises when a descendant ends.
+    A descendant that ends during a measurement counts as another program: its time is no longer subtracted.
     """
     user, nice, system = (int(field) for field in Path("/proc/stat").read_text().split()[1:4])
     own = sum(_read_ticks(str(pid)) for pid in _list_descendants(os.getpid()))

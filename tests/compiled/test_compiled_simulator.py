@@ -11,6 +11,8 @@ import pytest
 
 from tools.compiled.build import compile_packages, describe_simulator
 
+pytestmark = pytest.mark.timeout(600)  # compiling takes a minute of a core that may have other work
+
 
 def describe_request(number: int) -> str:
     """Two a second; for half a minute mostly long answers, then mostly long prompts."""
@@ -21,11 +23,8 @@ def describe_request(number: int) -> str:
 
 
 TRACE = "arrival_s,input_tokens,output_tokens\n" + "".join(map(describe_request, range(240)))
-"""Repeated until the run is long enough: nine minutes."""
+"""Two minutes; `fulcrum simulate` repeats it to nine."""
 POLICIES = "arrow,balanced,clairvoyant:10s,narwhal-like,static:2P2D+direct,colocated+direct+nodeflect"
-
-
-pytestmark = pytest.mark.timeout(600)  # compiling takes a minute of a core that may have other work
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Two tiers on real engines: a flood of the lower one is refused, and the higher one hardly waits for it."""
+"""Two tiers on real engines: a flood of the lower one is partly refused, premium keeps its TTFT objective."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -40,7 +40,7 @@ async def test_premium_is_served_beside_a_flood_of_free_requests(
         f"{free.offered} free requests, {free.refused} refused"
     )
     assert outcomes == {PREMIUM: {OutcomeKind.OK}, FREE: {OutcomeKind.OK, OutcomeKind.REFUSED}}
-    assert waits_s[1] < SLO.ttft_s / 2, "free requests wait for nearly all of their objective"
+    assert waits_s[1] < SLO.ttft_s / 2, f"premium's median TTFT beside the flood is {waits_s[1]:.2f} s"
 
 
 def find_median_wait_s(results: LoadResults) -> float:

@@ -6,7 +6,8 @@
 With that folder in `PYTHONPATH` a program or a test uses the compiled modules; a checkout never holds any.
 `wheel_hook.py` adds the router's to the wheel of the image, and `tools/image` to the image for tests. The
 simulator's are for measurements (`bench/scheduling.py`).
-The folder is in `.cache`, under a hash of all that went into it, so that unchanged sources are compiled once.
+The folder is in `.cache`, under a hash of the sources, these settings, and the versions of Python and mypy,
+so that unchanged sources are compiled once; delete it after a change of the C compiler.
 """
 
 import hashlib
@@ -132,4 +133,6 @@ def _hash_inputs(program: Program) -> str:
 
 
 if __name__ == "__main__":
-    print(compile_packages(describe_simulator() if sys.argv[1:] == ["simulator"] else None))
+    if sys.argv[1:] not in ([], ["simulator"]):
+        raise SystemExit("error: expected no argument, or `simulator`")
+    print(compile_packages(describe_simulator() if sys.argv[1:] else None))

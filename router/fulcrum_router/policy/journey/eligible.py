@@ -26,7 +26,9 @@ class EligibleInstances(JourneyRecord[V]):
     __slots__ = ()
 
     def _list_eligible(self, now_s: float, exclude: tuple[str, ...]) -> tuple[list[V], tuple[str, ...]]:
-        """The instances that may compute the prompt, and the names of those that have enough work.
+        """The instances that may compute the prompt, and the names of those that get no more now.
+
+        These have enough work, or a prompt of a lower tier would queue in them.
 
         Without a prefill instance those are the decode instances: what waits must not reach them at once. So
         they are for a request without a prefill leg.
@@ -52,10 +54,10 @@ class EligibleInstances(JourneyRecord[V]):
         return eligible, tuple(full)
 
     def _would_delay_higher(self, instance: V) -> bool:
-        """Whether a prompt of a higher tier would wait for this one and for another one, not only for one.
+        """Whether this prompt of a lower tier would queue in the engine behind another prompt.
 
-        It cannot pass what the engine has got: an engine computes its prompts together, as far as they fit
-        into a step. Prompts that take less than `SPARE_S` together count as one.
+        A prompt of a higher tier cannot pass prompts that the engine already has: the engine computes them
+        together, as far as they fit into a step. Prompts that take at most `SPARE_S` together are allowed.
         """
         queued_s, model = instance.ledger.prefill_queued_s, instance.prefill_model
         return queued_s > 0.0 and queued_s + model.ttft_s(self.work.count_computed(instance.name)) > SPARE_S

@@ -124,12 +124,13 @@ class Level:
         return self._find_tier(tier).in_time_prefill_s
 
     def find_backlog_before_s(self, tenant: str, tier: str, own_s: float) -> float:
-        """Prefill work in time that goes before a request of a tenant with work of `own_s`, at most.
+        """Estimate the prefill work in time that goes before a request of a tenant; its own is `own_s`.
 
-        Until its turn, another tenant of its tier is served as much as its own tenant, and another tier as
-        much as its own one by their weights: what else they have waits behind it (start-time fair queueing).
-        A tenant that sends thousands of requests thus delays nobody but itself. The shares are taken to be
-        of prefill work, where `token_counters` also has output.
+        Fair queueing serves each other tenant of the tier no more than this tenant gets until then: its
+        waiting work and this request. Other tiers of the level get the same by their weights. So a tenant
+        with thousands of requests counts no more than one with as much work as this tenant. Not an upper
+        bound: a tenant that was served more than the others waits longer. Output tokens, which
+        `token_counters` has, are left out.
         """
         line, own_tier = self.lines.get((tenant, tier)), self._tiers.get(tier)
         before_s = 0.0 if line is None else line.in_time_prefill_s

@@ -35,11 +35,20 @@ def begin(
 @pytest.mark.parametrize(
     ("queued_s", "priority", "tokens", "silent_s", "action"),
     [
-        pytest.param(0.4, HIGH, TOKENS, 0.0, Action.SEND_PREFILL, id="a higher tier"),
+        pytest.param(
+            0.4, HIGH, TOKENS, 0.0, Action.SEND_PREFILL, id="a prompt of the higher tier is not limited"
+        ),
         pytest.param(0.05, LOW, TOKENS, 0.0, Action.WAIT, id="a second prompt of a lower tier"),
         pytest.param(0.0, LOW, 50 * TOKENS, 0.0, Action.SEND_PREFILL, id="the only prompt, however long"),
         pytest.param(SPARE_S / 2, LOW, 40, 0.0, Action.SEND_PREFILL, id="prompts that are short together"),
-        pytest.param(0.4, LOW, TOKENS, SENDS_FOR_S + 0.1, Action.SEND_PREFILL, id="the higher one is silent"),
+        pytest.param(
+            0.4,
+            LOW,
+            TOKENS,
+            SENDS_FOR_S + 0.1,
+            Action.SEND_PREFILL,
+            id="the higher tier has sent nothing for 10 s",
+        ),
     ],
 )
 def test_a_lower_tier_sends_one_prompt_to_an_instance_while_a_higher_one_sends_requests(
@@ -61,6 +70,7 @@ def test_a_lower_tier_does_not_starve_while_a_higher_one_keeps_all_instances_bus
     computed = 0
     while lower.state is State.WAITING:
         assert higher[computed].state is State.PREFILL
+        # A client that leaves frees its instance, as the end of its prompt would.
         higher[computed].client_left(computed / 10)
         computed += 1
     assert computed <= AGEING_FACTOR + 1
