@@ -221,9 +221,11 @@ async def measure_run(
     return run
 
 
-def draw_moving(found: Calibration, *, period_s: float, periods: int, seed: int) -> list[WorkloadRequest]:
+def draw_moving(
+    calibration: Calibration, *, period_s: float, periods: int, seed: int
+) -> list[WorkloadRequest]:
     """Draw prompts and answers in turn, beginning with prompts."""
-    mixes = (found.prompts_rps, PROMPTS), (found.answers_rps, ANSWERS)
+    mixes = (calibration.prompts_rps, PROMPTS), (calibration.answers_rps, ANSWERS)
     senders = [
         Sender("", LOAD * rate_rps, *ranges, start_s=number * period_s)
         for number, (rate_rps, ranges) in enumerate(mixes[number % 2] for number in range(periods))
