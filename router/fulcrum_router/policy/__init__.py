@@ -27,7 +27,6 @@ from fulcrum_router.policy.kv_pairs.pairs import TransferPairs
 from fulcrum_router.policy.ledger import (
     DecodeEntry,
     Ledger,
-    LedgerView,
     PendingTransferEntry,
     PrefillEntry,
     Reservation,
@@ -52,7 +51,6 @@ __all__ = [
     "FlipProposalRules",
     "InstanceView",
     "Ledger",
-    "LedgerView",
     "NoInstance",
     "PairKey",
     "PendingTransferEntry",

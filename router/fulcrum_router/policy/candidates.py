@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 from fulcrum_core.kv_compatibility import can_transfer
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.values import EngineIdentity, Role
-from fulcrum_router.policy.ledger import LedgerView
+from fulcrum_router.policy.ledger import Ledger
 
 
 class InstanceView(Protocol):
@@ -39,7 +39,7 @@ class InstanceView(Protocol):
         """Engine properties that KV transfers depend on; None: unknown, treated as compatible."""
 
     @property
-    def ledger(self) -> LedgerView:
+    def ledger(self) -> Ledger:
         """Work that this router has in flight on the instance."""
 
     @property

@@ -136,27 +136,24 @@ def choose_prefill(
         exclude: Names of instances that have failed this request.
         delays: Least time of a KV transfer by prefill instance; instances without any are left out.
     """
-    costs = _list_prefill_costs(candidates.prefill, work, now_s, exclude)
-    if not costs:
+    prefill, decode, tokens = candidates.prefill, candidates.decode, work.prompt_tokens
+    count, best = _find_cheapest_prefill(prefill, work, now_s, exclude, delays)
+    if best is None:
         return NoInstance("no serving prefill instance whose KV a decode instance can read")
-    tokens = work.prompt_tokens
-    if delays:
-        costs = [
-            (batch_s, ttft_s + _compute_delay(delays, n, tokens), r, n) for batch_s, ttft_s, r, n in costs
-        ]
-    decode, bound_s = candidates.decode, work.deadline_s - now_s
-    best = min(costs)
+    bound_s = work.deadline_s - now_s
     if best[1] <= bound_s and _starts_within(decode, tokens, now_s, best[1], bound_s):
         return _dispatch(best, _WITHIN_SLO)  # the usual case: one decode instance is looked at
     start_s = min((_predict_decode_start_s(i, tokens, now_s) for i in decode), default=0.0)
-    within = min((cost for cost in costs if cost[1] + start_s <= bound_s), default=None)
+    _, within = _find_cheapest_prefill(
+        prefill, work, now_s, exclude, delays, start_s=start_s, bound_s=bound_s
+    )
     if within is not None:
         return _dispatch(within, _WITHIN_SLO)
     least = _dispatch(best, DispatchReason.LEAST_COST)
     reason = _explain_flip_to_prefill(decode, tokens, work.slo, rules)
     if reason is None:
         return least
-    considered = format_count(len(costs), "prefill instance")
+    considered = format_count(count, "prefill instance")
     ttft_s = now_s - work.arrival_s + best[1] + start_s
     predicted = f"the best of {considered} predicts a TTFT of {ttft_s:.2f} s"
     return FlipProposal(Role.PREFILL, least, f"{predicted}; {reason}")
@@ -192,18 +189,12 @@ def choose_decode(
             cost = compute_decode_cost(prefilled_on, work.prompt_tokens, work.slo.tpot_s, now_s)
             return Dispatch(prefilled_on.name, _PREFILLED_HERE, cost[:2])
     readers, other_role = candidates.list_readers(source)
-    costs = _list_decode_costs(readers, work, now_s, exclude)
-    if not costs:
-        costs = _list_decode_costs(other_role, work, now_s, exclude)
-        if not costs:
+    count, best, within = _find_cheapest_decode(readers, work, now_s, exclude, pairs)
+    if best is None:
+        _, best, _ = _find_cheapest_decode(other_role, work, now_s, exclude, None)
+        if best is None:
             return NoInstance("no serving instance" + (" that can read the source's KV" if source else ""))
-        return _dispatch(min(costs), DispatchReason.OTHER_ROLE)
-    if pairs is not None:
-        costs = _add_transfer_delays(costs, pairs, work.prompt_tokens, now_s)
-    best = min(costs)
-    if best[1] <= 0.0:
-        return _dispatch(best, _WITHIN_SLO)
-    within = min((cost for cost in costs if cost[1] <= 0.0), default=None)
+        return _dispatch(best, DispatchReason.OTHER_ROLE)
     if within is not None:  # the first part ranks first, so a dearer instance may still meet the SLO
         return _dispatch(within, _WITHIN_SLO)
     least = _dispatch(best, DispatchReason.LEAST_COST)
@@ -211,7 +202,7 @@ def choose_decode(
     reason = _explain_flip_to_decode(others, candidates.other_role, work, rules, now_s)
     if reason is None:
         return least
-    considered = format_count(len(costs), "decode instance")
+    considered = format_count(count, "decode instance")
     itl_ms = 1000 * (best[1] + work.slo.tpot_s)
     predicted = f"the best of {considered} predicts an ITL of {itl_ms:.0f} ms"
     return FlipProposal(Role.DECODE, least, f"{predicted}; {reason}")
@@ -274,24 +265,72 @@ def _explain_flip_to_decode(
     return f"{len(prefill_instances)} prefill instances serve, and the cooldown has ended"
 
 
-def _list_prefill_costs(
-    instances: Iterable[InstanceView], work: Work, now_s: float, exclude: Collection[str]
-) -> list[Cost]:
-    if exclude:
-        instances = [i for i in instances if i.name not in exclude]
-    tokens, cached = work.prompt_tokens, work.cached_tokens
-    if not cached:
-        return [_compute_prefill_cost(i, tokens, now_s) for i in instances]
-    return [_compute_prefill_cost(i, max(0, tokens - cached.get(i.name, 0)), now_s) for i in instances]
+def _find_cheapest_prefill(
+    instances: Iterable[InstanceView],
+    work: Work,
+    now_s: float,
+    exclude: Collection[str],
+    delays: Mapping[str, TransferDelay] | None,
+    *,
+    start_s: float = 0.0,
+    bound_s: float = math.inf,
+) -> tuple[int, Cost | None]:
+    """Return how many instances there are, and the cheapest with a first token within `bound_s`.
+
+    `start_s`: from the end of the KV transfer to the first token. Only a cost that may be the least becomes
+    an object, since all instances are looked at for each request.
+    """
+    tokens, cached, excluded = work.prompt_tokens, work.cached_tokens, frozenset(exclude)
+    best: Cost | None = None
+    count, least_first, least_second = 0, math.inf, math.inf  # of `best`
+    for instance in instances:
+        if excluded and instance.name in excluded:  # half of a large fleet may have enough work
+            continue
+        count += 1
+        computed = max(0, tokens - cached.get(instance.name, 0)) if cached else tokens
+        first, second, legs, name = _compute_prefill_cost(instance, computed, now_s)
+        if delays:
+            second += _compute_delay(delays, name, tokens)
+        if second + start_s > bound_s:
+            continue
+        if first > least_first or (first == least_first and second > least_second):
+            continue
+        cost = (first, second, legs, name)
+        if best is None or cost < best:
+            best, least_first, least_second = cost, first, second
+    return count, best
 
 
-def _list_decode_costs(
-    instances: Iterable[InstanceView], work: Work, now_s: float, exclude: Collection[str]
-) -> list[Cost]:
-    if exclude:
-        instances = [i for i in instances if i.name not in exclude]
-    tokens, tpot_s = work.prompt_tokens, work.slo.tpot_s
-    return [compute_decode_cost(i, tokens, tpot_s, now_s) for i in instances]
+def _find_cheapest_decode(
+    instances: Iterable[InstanceView],
+    work: Work,
+    now_s: float,
+    exclude: Collection[str],
+    pairs: SourcePairs | None,
+) -> tuple[int, Cost | None, Cost | None]:
+    """Return how many instances there are, the cheapest one, and the cheapest one that passes the SLO check.
+
+    Like `_find_cheapest_prefill`, and twice for each request.
+    """
+    tokens, tpot_s, excluded = work.prompt_tokens, work.slo.tpot_s, frozenset(exclude)
+    best: Cost | None = None
+    within: Cost | None = None
+    count, least_first, least_second = 0, math.inf, math.inf  # of `within`
+    for instance in instances:
+        if excluded and instance.name in excluded:
+            continue
+        count += 1
+        first, second, legs, name = compute_decode_cost(instance, tokens, tpot_s, now_s)
+        if pairs is not None:
+            first += _compute_transfer_delay_s(name, pairs, tokens, now_s)
+        if first > least_first or (first == least_first and second > least_second):
+            continue
+        cost = (first, second, legs, name)
+        if best is None or cost < best:
+            best = cost
+        if second <= 0.0 and (within is None or cost < within):
+            within, least_first, least_second = cost, first, second
+    return count, best, within
 
 
 def _compute_prefill_cost(instance: InstanceView, tokens: int, now_s: float) -> Cost:
@@ -347,17 +386,13 @@ def _starts_within(
     return none
 
 
-def _add_transfer_delays(costs: Iterable[Cost], pairs: SourcePairs, tokens: int, now_s: float) -> list[Cost]:
-    by_decode, cold_s = pairs.by_decode, pairs.cold_s
-    delayed = []
-    for cost in costs:
-        pair = by_decode.get(cost[3])
-        if pair is None:  # a pair without a record has never transferred, so it is cold
-            cost = (cost[0] + cold_s, *cost[1:])
-        elif pair.lag_s_per_1k_tokens or pair.warm_until_s <= now_s:  # else it is warm and fast
-            cost = (cost[0] + pairs.compute_delay_s(pair, tokens, now_s), *cost[1:])
-        delayed.append(cost)
-    return delayed
+def _compute_transfer_delay_s(decode: str, pairs: SourcePairs, tokens: int, now_s: float) -> float:
+    pair = pairs.by_decode.get(decode)
+    if pair is None:  # a pair without a record has never transferred, so it is cold
+        return pairs.cold_s
+    if pair.lag_s_per_1k_tokens or pair.warm_until_s <= now_s:
+        return pairs.compute_delay_s(pair, tokens, now_s)
+    return 0.0  # it is warm and fast
 
 
 def _compute_delay(delays: Mapping[str, TransferDelay], name: str, tokens: int) -> float:

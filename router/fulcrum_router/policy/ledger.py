@@ -11,49 +11,13 @@ Journeys make and release the entries (`journey.record`); the data path adds the
 
 import math
 from collections import OrderedDict
-from typing import Protocol
 
 from fulcrum_core.latency import PrefillModel
 from fulcrum_router.policy.prefill_steps import PrefillSteps
 
 
-class LedgerView(Protocol):
-    """The sums of a ledger, read-only."""
-
-    @property
-    def prefill_queued_s(self) -> float:
-        """Predicted duration of the prefill work in flight in seconds, from the start of each prompt, local
-        prefills included."""
-
-    def remaining_s(self, now_s: float) -> float:
-        """Predict the time in seconds until the prefill work in flight is done."""
-
-    def predict_answer_s(self, model: PrefillModel, tokens: int, now_s: float) -> float:
-        """Predict the time in seconds until a prompt of `tokens` that is sent now is answered."""
-
-    @property
-    def prefill_tokens(self) -> int:
-        """Prompt tokens of the prefill work in flight, local prefills included."""
-
-    @property
-    def decode_tokens(self) -> int:
-        """KV tokens of decode legs in flight: prompt and output so far."""
-
-    @property
-    def decode_legs(self) -> int:
-        """Decode legs in flight."""
-
-    @property
-    def reserved_tokens(self) -> int:
-        """KV tokens of prompts that are computed elsewhere and will be decoded here."""
-
-    @property
-    def caught_up_at_s(self) -> float:
-        """When the decodes have caught up with their objective after all deflected prompts."""
-
-
 class Ledger:
-    """Work in flight on one instance: see `LedgerView`."""
+    """Work in flight on one instance."""
 
     __slots__ = (
         "_next_number",
@@ -76,7 +40,10 @@ class Ledger:
 
     def __init__(self) -> None:
         self.prefill_queued_s = 0.0
+        """Predicted duration of the prefill work in flight in seconds, from the start of each prompt, local
+        prefills included."""
         self.prefill_tokens = 0
+        """Prompt tokens of the prefill work in flight, local prefills included."""
         self.prefill_legs = 0
         self.local_prefills = 0
         self.deflections = 0
@@ -84,9 +51,12 @@ class Ledger:
         self.caught_up_at_s = -math.inf
         """When the decodes have caught up with their objective after all deflected prompts."""
         self.decode_tokens = 0
+        """KV tokens of decode legs in flight: prompt and output so far."""
         self.decode_legs = 0
+        """Decode legs in flight."""
         self.pending_transfers = 0
         self.reserved_tokens = 0
+        """KV tokens of prompts that are computed elsewhere and will be decoded here."""
         self._prefills: OrderedDict[PrefillEntry, None] = OrderedDict()
         """Prompts in flight, in the order of arrival."""
         self._oldest: PrefillEntry | None = None

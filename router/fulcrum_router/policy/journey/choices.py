@@ -101,8 +101,10 @@ class JourneyChoices(EligibleInstances[V]):
         """Choose among the instances that have not just shed a request, if there is one."""
         context = self._context
         shedding = context.list_shedding(now_s) if context.shed_until_s else ()
-        if shedding and any(i.name not in exclude + shedding for i in context.fleet.candidates.prefill):
-            exclude += shedding
+        if shedding:
+            excluded = frozenset(exclude + shedding)
+            if any(i.name not in excluded for i in context.fleet.candidates.prefill):
+                exclude += shedding
         return choose_prefill(
             context.fleet.candidates,
             self.work,

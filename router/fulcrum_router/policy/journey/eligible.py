@@ -37,7 +37,9 @@ class EligibleInstances(JourneyRecord[V]):
         candidates, ahead_s = context.fleet.candidates, context.waiting_room.prefill_ahead_s
         eligible: list[V] = []
         if self._no_prefill_leg is None:
-            eligible = [i for i in candidates.prefill if i.name not in exclude]
+            eligible = list(candidates.prefill)
+            if exclude:
+                eligible = [i for i in eligible if i.name not in exclude]
         if not eligible:
             eligible = [i for i in candidates.decode if i.name not in self._failed_decode]
         shed_until_s = context.shed_until_s
@@ -50,7 +52,8 @@ class EligibleInstances(JourneyRecord[V]):
         if full and self.work.cached_tokens:
             full = [name for name in full if not self._saves_the_wait(name, now_s)]
         if not self._is_due and context.decode_share.is_used_by_higher(self.work.priority, now_s):
-            full += [i.name for i in eligible if i.name not in full and self._would_delay_higher(i)]
+            known = frozenset(full)
+            full += [i.name for i in eligible if i.name not in known and self._would_delay_higher(i)]
         return eligible, tuple(full)
 
     def _would_delay_higher(self, instance: V) -> bool:
@@ -84,8 +87,9 @@ class EligibleInstances(JourneyRecord[V]):
         if reserve.is_empty:
             return ()
         prefill = self._context.fleet.candidates.prefill
-        kept = reserve.list_kept(prefill, work.tier, tokens=work.prompt_tokens, now_s=now_s)
-        return tuple(i.name for i in eligible if i.name in kept and i.name not in full) if kept else ()
+        kept = frozenset(reserve.list_kept(prefill, work.tier, tokens=work.prompt_tokens, now_s=now_s))
+        others = kept.difference(full) if kept else kept
+        return tuple(i.name for i in eligible if i.name in others) if others else ()
 
     def _is_held(self, now_s: float) -> bool:
         """Whether decode has no room for a request of this tier."""

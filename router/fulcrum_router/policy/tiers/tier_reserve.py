@@ -169,7 +169,7 @@ class TierReserve:
         if kept_spare <= 0:
             return ()
         left_s = {instance.name: instance.ledger.remaining_s(now_s) for instance in instances}
-        spare = [name for name, seconds in left_s.items() if seconds <= SPARE_S]
+        spare = {name for name, seconds in left_s.items() if seconds <= SPARE_S}
         return tuple(
             instance.name
             for instance in instances

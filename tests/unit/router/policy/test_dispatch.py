@@ -275,6 +275,28 @@ def test_decode_leaves_a_prefill_instance_that_cannot_decode_now(
     assert rounded(chosen) == within("d1", (0, -0.039))
 
 
+class _CountedName(str):
+    """A name that counts how often it is compared with another one."""
+
+    compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        _CountedName.compared += 1
+        return str.__eq__(self, other)
+
+
+def test_a_name_is_not_compared_with_those_of_all_excluded_instances() -> None:
+    names = [_CountedName(f"p{number:03}") for number in range(400)]
+    candidates = Candidates([*map(instance, names), instance("d1")])
+    exclude = tuple(_CountedName(name) for name in names[:200])
+    _CountedName.compared = 0
+    decision = choose_prefill(candidates, work(100), now_s=0.0, exclude=exclude)
+    assert isinstance(decision, Dispatch)
+    assert decision.instance == "p200"
+    assert _CountedName.compared < 4 * len(names)
+
+
 def test_decode_goes_only_to_instances_that_can_read_the_kv() -> None:
     source, incompatible = instance("p1"), instance("d1", identity=OTHER_MODEL)
     fleet = [source, incompatible, instance("d2", decoding=3000)]
