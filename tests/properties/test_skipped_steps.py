@@ -22,7 +22,7 @@ from fulcrum_simulator.fleet.stepped_engine import SteppedEngine
 
 BLOCK_TOKENS = 4
 LEASE_S = 3.0
-KINDS = ("plain", "plain", "plain", "export", "import", "abort", "observe")
+KINDS = ("plain", "plain", "plain", "export", "import", "abort", "observe", "advance", "look")
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,13 @@ class Run:
                 number, call = pending.pop(0)
                 now_s = call.at_s
                 self.skip_to(now_s)
-                if self.engine.busy:
-                    self.steps.truncate()
-                self.apply(f"r{number}", call, now_s)
+                if call.kind == "look":
+                    self.steps.apply()
+                    self.trace.append((now_s, self.engine.gauges, self.engine.stats.take_samples()))
+                elif call.kind != "advance":
+                    if self.engine.busy:
+                        self.steps.truncate()
+                    self.apply(f"r{number}", call, now_s)
             if not self.engine.busy:
                 self.start_step(now_s)
 

@@ -92,11 +92,12 @@ class Batch:
 
         Blocks are allocated in the same order as step by step: by step, then by place in the batch.
         """
-        due = sorted(
+        due = [
             (run.room_tokens - run.computed_tokens, index)
             for index, run in enumerate(self.decoding)
             if run.room_tokens - run.computed_tokens <= steps
-        )
+        ]
+        due.sort()
         while due:
             runs = [self.decoding[index] for _, index in due]
             blocks = pool.allocate_next([(run.prompt, len(run.blocks)) for run in runs])

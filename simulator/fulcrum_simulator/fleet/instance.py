@@ -15,6 +15,7 @@ from fulcrum_core.profiles import EngineProfile
 from fulcrum_core.values import KV_LEASE_S
 from fulcrum_simulator.engine import (
     Engine,
+    EngineGauges,
     EngineRequest,
     Finished,
     HandshakeQueue,
@@ -91,6 +92,8 @@ class SimulatedInstance:
         )
         self.steps = SteppedEngine(self.engine, lookahead_steps=options.lookahead_steps)
         self._legs: dict[str, EngineLeg] = {}
+        self._token_counters: list[Callable[[int], None]] | None = None
+        """Of the requests in the steps planned ahead; None: not looked up yet."""
         self._step_end: ScheduledAction | None = None
         self._lease_timer: ScheduledAction | None = None
         self.egress, self.ingress = LinkEnd(), LinkEnd()
@@ -134,17 +137,29 @@ class SimulatedInstance:
         self._handshakes.assume_known(source.engine.engine_id)
 
     def advance(self) -> None:
-        """Bring the engine to the present: pass on the tokens of all steps that have ended."""
+        """Pass on the tokens of all steps that have ended by now."""
         ids, count = self.steps.advance(self._events.now_s)
         if count:
-            legs = self._legs
-            for request_id in ids:
-                legs[request_id].count_tokens(count)
+            if self._token_counters is None:
+                legs = self._legs
+                self._token_counters = [legs[request_id].count_tokens for request_id in ids]
+            for count_tokens in self._token_counters:
+                count_tokens(count)
 
     def take_samples(self) -> Samples:
         """Return the engine's latency samples since the last call."""
-        self.advance()
+        self._catch_up()
         return self.engine.stats.take_samples()
+
+    def read_gauges(self) -> EngineGauges:
+        """Return the engine's queue lengths and KV cache usage of now."""
+        self._catch_up()
+        return self.engine.gauges
+
+    def _catch_up(self) -> None:
+        """Bring the engine's state to the present."""
+        self.advance()
+        self.steps.apply()
 
     # Failure
 
@@ -188,6 +203,7 @@ class SimulatedInstance:
             self._start_step()
 
     def _start_step(self) -> None:
+        self._token_counters = None
         started = self.steps.start(self._events.now_s)
         for fetch in self.engine.take_kv_fetches():
             self._start_fetch(fetch)
@@ -251,6 +267,9 @@ class SimulatedInstance:
         """Send a heartbeat, and the next one after a while if the blocks have not arrived by then."""
         if engine is not self.engine or fetch.request_id not in self._legs:
             return
+        sender = self._peers.get(source.engine_id)
+        if sender is not None:
+            sender._catch_up()
         if fetch.source.request_id is not None and source.extend_lease(
             fetch.source.request_id, self._events.now_s
         ):

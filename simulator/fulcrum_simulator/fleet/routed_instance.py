@@ -87,8 +87,7 @@ class RoutedInstance:
             self.itl_s, self._batch_tokens = None, 0
             self.kv_usage = self.engine_requests = self.engine_waiting = None
             return
-        self.instance.advance()
-        gauges = self.instance.engine.gauges
+        gauges = self.instance.read_gauges()
         self.kv_usage, self.engine_waiting = gauges.kv_usage, gauges.waiting
         self.engine_requests = gauges.running + gauges.waiting
         samples = self.instance.take_samples().itl_s

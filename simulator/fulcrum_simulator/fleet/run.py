@@ -4,6 +4,7 @@ All randomness is drawn from the seed, so that the same options and workload giv
 `policy_runs` and `bench` call `simulate`.
 """
 
+import gc
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -83,8 +84,17 @@ def simulate(
 
     The run ends as soon as the SLO attainment cannot reach `attainment_min` any more. That of its records is
     then below, too: the requests that have not arrived would have to meet the SLO.
+
+    The garbage collector is paused meanwhile: requests leave no cycles, and with 1,000 instances looking for
+    them took a fifth of the time.
     """
-    return _Simulation(workload, options, on_progress, attainment_min, planner).run()
+    is_paused = gc.isenabled()
+    gc.disable()
+    try:
+        return _Simulation(workload, options, on_progress, attainment_min, planner).run()
+    finally:
+        if is_paused:
+            gc.enable()
 
 
 class _Simulation:

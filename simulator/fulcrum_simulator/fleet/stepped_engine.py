@@ -17,7 +17,8 @@ LOOKAHEAD_STEPS = 128
 class SteppedEngine:
     """The caller starts a step and finishes it at `due_s`.
 
-    Before any other call that changes the engine's work: `advance`, then `truncate`.
+    Before any other call that changes the engine's work: `advance`, then `truncate`. Before one that reads
+    its state: `advance`, then `apply`.
     """
 
     def __init__(self, engine: Engine, *, lookahead_steps: int = LOOKAHEAD_STEPS) -> None:
@@ -31,6 +32,9 @@ class SteppedEngine:
         self._lookahead_steps = lookahead_steps
         self._ends_s: Sequence[float] = ()
         self._skipped = 0
+        """Steps that `advance` has passed on."""
+        self._applied = 0
+        """Those of them that the engine has skipped: it does so together with later ones."""
         self._request_ids: Sequence[str] = ()
 
     @property
@@ -46,7 +50,7 @@ class SteppedEngine:
         self._ends_s, self._request_ids = self.engine.plan_decode_run(
             now_s, step, steps_max=self._lookahead_steps
         )
-        self._skipped = 0
+        self._skipped = self._applied = 0
         self.next_skipped_s = self._ends_s[0] if len(self._ends_s) > 1 else math.inf
         if step.prefill_tokens:
             self.prefill_busy_s += step.duration_s
@@ -60,16 +64,23 @@ class SteppedEngine:
             return (), 0
         ends_s, skipped = self._ends_s, self._skipped
         until = bisect_right(ends_s, now_s, skipped, len(ends_s) - 1)
-        self.engine.skip_steps(ends_s[skipped:until])
         self.decode_busy_s += ends_s[until] - ends_s[skipped]
         self._skipped = until
         self.next_skipped_s = ends_s[until] if until < len(ends_s) - 1 else math.inf
         return self._request_ids, until - skipped
 
+    def apply(self) -> None:
+        """Bring the engine's state to the last `advance`."""
+        if self._applied < self._skipped:
+            self.engine.skip_steps(self._ends_s[self._applied : self._skipped])
+            self._applied = self._skipped
+
     def truncate(self) -> bool:
         """Let the step under way be the last one planned; True if `due_s` has changed."""
+        self.apply()
         left = len(self._ends_s) - self._skipped
-        self._ends_s, self._skipped = self._ends_s[self._skipped : self._skipped + 1], 0
+        self._ends_s = self._ends_s[self._skipped : self._skipped + 1]
+        self._skipped = self._applied = 0
         self.next_skipped_s = math.inf
         return left > 1
 
@@ -78,5 +89,6 @@ class SteppedEngine:
 
         Call `advance` for that time first.
         """
+        self.apply()
         continued: list[str] = []
         return self.engine.finish_step(self.due_s, continued=continued), continued
