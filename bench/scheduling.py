@@ -17,7 +17,6 @@ Without mypyc (`.venv/.dev`) or a C compiler it runs as Python; the first line t
 import argparse
 import json
 import math
-import os
 import resource
 import sys
 import time
@@ -28,6 +27,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
+from bench.compiled_simulator import ensure_compiled
 from bench.scheduling_runs import (
     BEST_STATIC,
     INSTANCES,
@@ -52,11 +52,9 @@ from fulcrum_simulator.bounds import (
     find_fcfs_rate,
     find_prefill_burst_rate,
 )
-from fulcrum_simulator.engine import batch
 from fulcrum_simulator.fleet.load import RecordedLoad, leave_out_overlong, prepare_load
 from fulcrum_simulator.fleet.run import simulate
 from fulcrum_simulator.workload import load_trace
-from tools.compiled.build import can_compile, compile_packages, describe_simulator
 
 AS_PUBLISHED = "+direct+nodeflect"
 """In the published systems, requests wait in the engines, and decode computes no prompts."""
@@ -223,26 +221,6 @@ def make_figures(rates: Rates, workloads: Sequence[Workload], ours: str, traces:
 
 
 # --- the command -----------------------------------------------------------------------------------------
-
-
-def ensure_compiled() -> None:
-    """Start this program again with the simulator compiled, if it is not yet; print which one runs.
-
-    Raises:
-        SystemExit: if a C compiler is there and the modules cannot be compiled.
-    """
-    if not batch.__file__.endswith(".py"):
-        print("The simulator runs compiled.", file=sys.stderr)
-    elif not can_compile():
-        print(
-            "The simulator runs as Python, in twice the time: mypyc or a C compiler is missing.",
-            file=sys.stderr,
-        )
-    else:
-        print("The simulator is compiled, if it has changed: one minute.", file=sys.stderr)
-        folders = str(compile_packages(describe_simulator())), os.environ.get("PYTHONPATH", "")
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
-        os.execve(sys.executable, [sys.executable, *sys.argv], environment)
 
 
 def list_tasks(workloads: Sequence[Workload], options: argparse.Namespace) -> list[Task]:
