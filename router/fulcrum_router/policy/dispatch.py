@@ -137,18 +137,19 @@ def choose_prefill(
         delays: Least time of a KV transfer by prefill instance; instances without any are left out.
     """
     prefill, decode, tokens = candidates.prefill, candidates.decode, work.prompt_tokens
-    count, best = _find_cheapest_prefill(prefill, work, now_s, exclude, delays)
+    count, best, soonest_s = _find_cheapest_prefill(prefill, work, now_s, exclude, delays)
     if best is None:
         return NoInstance("no serving prefill instance whose KV a decode instance can read")
     bound_s = work.deadline_s - now_s
     if best[1] <= bound_s and _starts_within(decode, tokens, now_s, best[1], bound_s):
         return _dispatch(best, _WITHIN_SLO)  # the usual case: one decode instance is looked at
     start_s = min((_predict_decode_start_s(i, tokens, now_s) for i in decode), default=0.0)
-    _, within = _find_cheapest_prefill(
-        prefill, work, now_s, exclude, delays, start_s=start_s, bound_s=bound_s
-    )
-    if within is not None:
-        return _dispatch(within, _WITHIN_SLO)
+    if soonest_s + start_s <= bound_s:
+        _, within, _ = _find_cheapest_prefill(
+            prefill, work, now_s, exclude, delays, start_s=start_s, bound_s=bound_s
+        )
+        if within is not None:
+            return _dispatch(within, _WITHIN_SLO)
     least = _dispatch(best, DispatchReason.LEAST_COST)
     reason = _explain_flip_to_prefill(decode, tokens, work.slo, rules)
     if reason is None:
@@ -274,8 +275,9 @@ def _find_cheapest_prefill(
     *,
     start_s: float = 0.0,
     bound_s: float = math.inf,
-) -> tuple[int, Cost | None]:
-    """Return how many instances there are, and the cheapest with a first token within `bound_s`.
+) -> tuple[int, Cost | None, float]:
+    """Return how many instances there are, the cheapest with a first token within `bound_s`, and the least
+    second part of all costs.
 
     `start_s`: from the end of the KV transfer to the first token. Only a cost that may be the least becomes
     an object, since all instances are looked at for each request.
@@ -283,6 +285,7 @@ def _find_cheapest_prefill(
     tokens, cached, excluded = work.prompt_tokens, work.cached_tokens, frozenset(exclude)
     best: Cost | None = None
     count, least_first, least_second = 0, math.inf, math.inf  # of `best`
+    soonest_s = math.inf
     for instance in instances:
         if excluded and instance.name in excluded:  # half of a large fleet may have enough work
             continue
@@ -291,14 +294,16 @@ def _find_cheapest_prefill(
         first, second, legs, name = _compute_prefill_cost(instance, computed, now_s)
         if delays:
             second += _compute_delay(delays, name, tokens)
-        if second + start_s > bound_s:
+        if second < soonest_s:
+            soonest_s = second
+        if second + start_s > bound_s or first > least_first:
             continue
-        if first > least_first or (first == least_first and second > least_second):
+        if first == least_first and second > least_second:
             continue
         cost = (first, second, legs, name)
         if best is None or cost < best:
             best, least_first, least_second = cost, first, second
-    return count, best
+    return count, best, soonest_s
 
 
 def _find_cheapest_decode(
