@@ -21,7 +21,8 @@ async def check_kv_leases(response: DecodeResponse) -> None:
     not respond; no further source is queried then, since the client waits. It also fails, without any query,
     if the cache salt was rotated since the leg was sent.
     """
-    instance, expired_by_source = response.instance, dict[str, float | None]()
+    instance = response.instance
+    expired_by_source: dict[str, float | None] = {}
     kv_valid = response.cache_salt == instance.cache_salt
     for transfer in response.find_late_transfers() if kv_valid else ():
         source, before = transfer.source, transfer.expired_before

@@ -132,7 +132,8 @@ class PrefixIndex:
 
     def find_hits(self, prefix: PromptPrefix) -> Hits:
         """Return the tokens of a prompt that each instance is predicted to have in its cache."""
-        find, last_set, places = self._keys.index, self._last_set, list[int]()
+        find, last_set = self._keys.index, self._last_set
+        places: list[int] = []
         try:
             for key in prefix.hashes:
                 start = (key & last_set) * _WAYS
@@ -141,8 +142,8 @@ class PrefixIndex:
             pass
         if not places:
             return NO_HITS
-        uses, tokens = self._used, dict[str, int]()
-        words = self._masks
+        uses, words = self._used, self._masks
+        tokens: dict[str, int] = {}
         if len(words) == 1:
             first = words[0]
             masks = [first[at] for at in places]
