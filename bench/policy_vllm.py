@@ -2,15 +2,16 @@
 
     python bench/policy_vllm.py [--seeds N] [--period SECONDS] [--periods N]
 
-Runs a local service with three engines, and measures how many long prompts one prefill engine computes a
-second, and how many long answers one decode engine gives. The load alternates between such prompts and
-answers, each at 0.9 times that rate, so that one engine at a time has much work. The objectives are such that
-two engines of the right role meet them at that rate, and one does not, so a fixed split is wrong half of the
-time: TTFT 2.5 times that of a lone prompt, and TPOT between those measured with one and with two decode
-engines. For each seed, requests with the same arrivals and lengths, but other texts (so that no prefix cache
-helps), are sent with mode Auto and then with each fixed split. Prints SLO attainment, flips and failures.
-Exit code 1 if, in the median of the seeds, Auto is not above every fixed split, if it never flipped in one of
-the directions, or if a request failed. Needs `make engine`. A run during which other programs used the
+Runs a local service with three engines, each with a batch of at most eight, and measures how many long
+prompts one prefill engine computes a second, and how many long answers one decode engine gives. The load has
+both all the time, and changes its mix each period: prompts at 1.2 times and answers at 0.4 times that rate,
+then the other way round. So each split has one engine too few half of the time, and no decode instance is
+without answers that a prompt would delay. The objectives are 2.5 times the TTFT of a lone prompt and 1.5
+times the TPOT of a decode engine with half of its load. For each seed, requests with the same arrivals and
+lengths, but other texts (so that no prefix cache helps), are sent with mode Auto and with each fixed split,
+each of them first in one of three seeds. Prints SLO attainment, flips and failures. Exit code 1 if, in the
+median of the seeds, Auto is not above every fixed split, if it never flipped in one of the directions, or if
+a request failed. Needs `make engine`. A run during which other programs used the
 processors, or the load was late, does not count.
 """
 
@@ -39,16 +40,16 @@ Ranges = tuple[tuple[int, int], tuple[int, int]]
 PROMPTS: Ranges = ((700, 1300), (2, 6))
 ANSWERS: Ranges = ((16, 48), (150, 350))
 """Ranges of prompt and output tokens of the two mixes."""
-LOAD = 0.9
-"""Rate of each mix, as a share of what one engine serves."""
-TTFT_FACTOR = 2.5
-LONE_PROMPTS, PROBE_S = 9, 15.0
-"""Prompts and seconds by which the objectives are measured."""
+SHARES = (1.2, 0.4), (0.4, 1.2)
+"""Rates of prompts and of answers in turn, as shares of what one engine serves."""
+TTFT_FACTOR, TPOT_FACTOR = 2.5, 1.5
+LONE_PROMPTS, PROBE_S, PROBE_LOAD = 9, 15.0, 0.5
+"""Prompts, and seconds and load of answers, by which the objectives are measured."""
 NO_DEFLECTION = Slo(ttft_s=60.0, tpot_s=0.001)
 """Objectives with which decode computes no prompts, while the rates are measured."""
 BURST = 60
 """Requests by which the rate of one engine is measured."""
-ENGINE_ARGS = (*LARGER_MODEL, "--kv-cache-memory-bytes", str(256 * 2**20))
+ENGINE_ARGS = (*LARGER_MODEL, "--kv-cache-memory-bytes", str(256 * 2**20), "--max-num-seqs", "8")
 FLIPS_SEEN_EACH_S = 0.2
 
 
@@ -121,7 +122,7 @@ async def _has_roles(service: VllmService, roles: dict[str, Role]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Requests a second of one prefill and of one decode engine, and objectives that two of them meet."""
+    """Requests a second of one prefill and of one decode engine, and the objectives."""
 
     prompts_rps: float
     answers_rps: float
@@ -135,18 +136,13 @@ async def calibrate(service: VllmService, running: RunningService) -> Calibratio
     ttft_s = TTFT_FACTOR * await measure_lone_ttft_s(running, seed=20)
     await set_split(service, SPLITS["2P1D"])
     answers_rps = await measure_mix_rps(service, running, ANSWERS, seed=30)
-    answers = draw_load([Sender("", LOAD * answers_rps, *ANSWERS)], end_s=PROBE_S, seed="probe")
-    tpots_s = []
-    for number, prefill in enumerate((2, 1)):
-        await service.wait_until_idle()
-        await set_split(service, prefill)
-        results = await send_load(running.info, answers, slo=NO_DEFLECTION, seed=40 + number)
-        tpots_s.append(results.report().latencies.tpot_p50_s or 0.0)
-    slo = Slo(ttft_s=ttft_s, tpot_s=(tpots_s[0] * tpots_s[1]) ** 0.5)
+    answers = draw_load([Sender("", PROBE_LOAD * answers_rps, *ANSWERS)], end_s=PROBE_S, seed="probe")
+    await service.wait_until_idle()
+    results = await send_load(running.info, answers, slo=NO_DEFLECTION, seed=40)
+    slo = Slo(ttft_s=ttft_s, tpot_s=TPOT_FACTOR * (results.report().latencies.tpot_p50_s or 0.0))
     await service.store.patch(PDService, SERVICE, {"spec": {"slo": write_slo(slo)}}, namespace=NAMESPACE)
     print(
         f"one engine serves {prompts_rps:.1f} prompts/s, or {answers_rps:.1f} answers/s; "
-        f"TPOT {1000 * tpots_s[0]:.1f} ms with one decode engine, {1000 * tpots_s[1]:.1f} ms with two; "
         f"objectives {write_slo(slo)}",
         flush=True,
     )
@@ -224,17 +220,16 @@ async def measure_run(
 def draw_moving(
     calibration: Calibration, *, period_s: float, periods: int, seed: int
 ) -> list[WorkloadRequest]:
-    """Draw prompts and answers in turn, beginning with prompts."""
-    mixes = (calibration.prompts_rps, PROMPTS), (calibration.answers_rps, ANSWERS)
-    senders = [
-        Sender("", LOAD * rate_rps, *ranges, start_s=number * period_s)
-        for number, (rate_rps, ranges) in enumerate(mixes[number % 2] for number in range(periods))
-    ]
-    return [
-        request
-        for number, sender in enumerate(senders)
-        for request in draw_load([sender], end_s=(number + 1) * period_s, seed=f"{seed}/{number}")
-    ]
+    """Draw periods with mostly prompts and mostly answers in turn, beginning with prompts."""
+    rates_rps = calibration.prompts_rps, calibration.answers_rps
+    drawn = []
+    for number in range(periods):
+        senders = [
+            Sender("", share * rate_rps, *ranges, start_s=number * period_s)
+            for share, rate_rps, ranges in zip(SHARES[number % 2], rates_rps, (PROMPTS, ANSWERS), strict=True)
+        ]
+        drawn += draw_load(senders, end_s=(number + 1) * period_s, seed=f"{seed}/{number}")
+    return drawn
 
 
 async def measure_all(
@@ -246,14 +241,15 @@ async def measure_all(
         found = []
         for seed in range(1, seeds + 1):
             requests = draw_moving(calibration, period_s=period_s, periods=periods, seed=seed)
-            found.append(
-                [
-                    await measure_run(
-                        service, running, arm, requests, slo=calibration.slo, seed=1000 * seed + number
-                    )
-                    for number, arm in enumerate((AUTO, *SPLITS))
-                ]
-            )
+            arms = (AUTO, *SPLITS)
+            first = (seed - 1) % len(arms)
+            runs = [
+                await measure_run(
+                    service, running, arm, requests, slo=calibration.slo, seed=1000 * seed + number
+                )
+                for number, arm in enumerate((*arms[first:], *arms[:first]))
+            ]
+            found.append(sorted(runs, key=lambda run: arms.index(run.arm)))
         return found
 
 
