@@ -242,13 +242,14 @@ class _Search:
             return known
         options = replace(make_options(self._task.workload, policy), seed=seed)
         arrivals = self._load.prepare(factor, slo=options.slo, seed=seed)
-        report = build_report(simulate(arrivals, options, attainment_min=bar))
+        result = simulate(arrivals, options, attainment_min=bar)
+        report = build_report(result)
         attainment = report["attainment"] or 0.0
         run = Run(
             attainment,
             0.0 if attainment >= bar else bar,
             report["goodput"]["offered_requests_per_s"] or 0.0,
-            report["flips"]["count"],
+            sum(flip.at_s >= result.first_scored_s for flip in result.flips),
             report["goodput"]["token_share"] or 0.0,
         )
         self._store.record(key, run)

@@ -5,8 +5,9 @@ Every tick scores all splits (`split_score`) on the work in flight and on a fore
 worst ratio. While the current split is worse than the target, the difference is added up over time: the
 regret of staying. The flips follow when the regret reaches their price. So a split that is far off is left at
 once, one that is slightly off after a while, and noise moves no instance. A split that meets all objectives
-with a margin has no regret, so that the instances that served one burst still serve the next one. `decide`
-calls it at ticks; it ignores flip requests.
+with a margin has no regret, so that the instances that served one burst still serve the next one. When no
+split is good enough, the prompts that decode can compute in its spare time count, too: such a split need not
+move. `decide` calls it at ticks; it ignores flip requests.
 """
 
 import math
@@ -30,6 +31,9 @@ COMFORT = 0.85
 """A ratio up to this is no reason to move."""
 EXCESS_MAX = 3.0
 """Most regret in a second: a ratio of 30 is no more urgent than one of 4."""
+DEFLECTION_FROM, DEFLECTION_AT = 0.75, 0.9
+"""Worst ratio of the best split from which deflection begins to count, and at which it counts fully. Below,
+instances of the right role are better: a deflected prompt delays answers."""
 HORIZON_S = 5.0
 """Time ahead for which splits are scored: a flip is of use for as long, at least."""
 PRICE_SHARE = 0.05
@@ -83,22 +87,30 @@ def decide_balance(
         room_tokens=decode_count * need.max_tokens,
     )
     need = replace(need, rates=correction.correct(rates))
-    current, target = _find_target(prefill_count, decode_count, need, rules)
+    current, target = find_target(prefill_count, decode_count, need, rules)
     state = replace(state, correction=correction)
     state, decision = _weigh(state, observation, rules, current, target, seconds, now_s)
     return state, replace(decision, forecast=need.rates)
 
 
-def _find_target(
+def find_target(
     prefill: int, decode: int, need: Need, rules: AutoscalingRules
 ) -> tuple[SplitScore, SplitScore]:
     """Return the scores of the current split and of the best one; equal ones: the fewest flips."""
     total, floors = prefill + decode, rules.assignment_rules.floors
     low, high = max(1, floors.prefill), total - max(1, floors.decode)
-    scores = [
-        score_split(p, total - p, need, rules.slo, horizon_s=HORIZON_S)
-        for p in {prefill, *range(low, high + 1)}
-    ]
+    splits = [(p, total - p) for p in {prefill, *range(low, high + 1)}]
+
+    def score_all(deflection: float) -> list[SplitScore]:
+        return [
+            score_split(p, d, need, rules.slo, horizon_s=HORIZON_S, deflection=deflection) for p, d in splits
+        ]
+
+    scores = score_all(0.0)
+    if rules.deflects:
+        best = min(score.worst for score in scores)
+        if best > DEFLECTION_FROM:
+            scores = score_all(min(1.0, (best - DEFLECTION_FROM) / (DEFLECTION_AT - DEFLECTION_FROM)))
     current = next(score for score in scores if score.prefill_instances == prefill)
     return current, min(
         scores, key=lambda s: (max(s.worst, COMFORT), abs(s.prefill_instances - prefill), s.prefill_instances)

@@ -30,6 +30,8 @@ class AutoscalingRules:
     consecutive_ticks: int
     interval_s: float
     assignment_rules: AssignmentRules
+    deflects: bool
+    """Whether the router lets decode instances compute prompts in their spare time."""
 
     @classmethod
     def from_spec(cls, spec: PDServiceSpec, *, assignment_rules: AssignmentRules) -> "AutoscalingRules":
@@ -48,6 +50,7 @@ class AutoscalingRules:
             consecutive_ticks=scaling.arrow.consecutive_ticks,
             interval_s=scaling.arrow.interval,
             assignment_rules=assignment_rules,
+            deflects=spec.router.dispatch.deflect,
         )
 
 

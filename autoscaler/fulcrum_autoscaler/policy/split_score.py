@@ -13,6 +13,9 @@ The KV tokens follow from the tokens R of the requests in flight, of those in th
 as are computed within the horizon, min(1, P·H/Q), and from those R* = a·I(x) that the arrivals
 will have in the long run (Little's law: a token-steps arrive each second, a step takes I), which R approaches
 in the time τ that a request decodes: R_H = R* + (R - R*)·exp(-H/τ).
+
+Decode that computes prompts in a share f of its time adds f·D to P, and takes I(x) / (1 - f) for a step:
+MT becomes ((1 - f)·S_D - intercept) / slope.
 """
 
 import math
@@ -28,6 +31,9 @@ SLOWDOWN_MAX = 1.5
 """Most by which a measured step may be longer than the model says: more has another cause than the batch."""
 KV_FULL = 0.9
 """Share of the KV cache from which requests start to wait: prompts need room for all of their tokens."""
+DEFLECTED_MAX, DEFLECTED_STEPS = 0.5, 4
+"""Most of its time that a decode instance is expected to spend on prompts, and the shares up to it that are
+tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,21 +115,42 @@ def measure_need(observation: Observation, rates: Rates, slo: Slo, sequences_max
     )
 
 
-def score_split(prefill: int, decode: int, need: Need, slo: Slo, *, horizon_s: float) -> SplitScore:
-    """Score one split."""
+def score_split(
+    prefill: int, decode: int, need: Need, slo: Slo, *, horizon_s: float, deflection: float = 0.0
+) -> SplitScore:
+    """Score one split.
+
+    `deflection`: which part, 0 to 1, of the prompts that prefill would not end within the horizon may be
+    deflected to decode. The split is scored with the share of them that makes its worst ratio the least.
+    """
+    shares = [0.0]
+    if deflection:
+        lacking = need.rates.prefill + need.queued_s / horizon_s - prefill
+        most = min(DEFLECTED_MAX, deflection * max(0.0, lacking) / decode)
+        shares += [most * step / DEFLECTED_STEPS for step in range(1, DEFLECTED_STEPS + 1)]
+    scores = [_score_share(prefill, decode, need, slo, horizon_s, share) for share in shares]
+    return min(scores, key=lambda score: score.worst)
+
+
+def _score_share(
+    prefill: int, decode: int, need: Need, slo: Slo, horizon_s: float, share: float
+) -> SplitScore:
+    """Score a split whose decode instances compute prompts in this share of their time."""
     rates = need.rates
-    backlog_s = max(0.0, need.queued_s + (rates.prefill - prefill) * horizon_s) / prefill
+    computing = prefill + share * decode
+    backlog_s = max(0.0, need.queued_s + (rates.prefill - computing) * horizon_s) / computing
     mean_s = rates.prefill / rates.requests if rates.requests else 0.0
-    computed = min(1.0, prefill * horizon_s / need.queued_s) if need.queued_s else 1.0
+    computed = min(1.0, computing * horizon_s / need.queued_s) if need.queued_s else 1.0
     in_flight = need.tokens + computed * need.reserved_tokens
-    tokens, sequences = _forecast_decodes(decode, need, in_flight, slo, horizon_s)
+    tokens, sequences = _forecast_decodes(decode, need, in_flight, slo, horizon_s, share)
+    lost = share * slo.tpot_s / need.itl_slope_s if share and need.itl_slope_s else 0.0
     return SplitScore(
         prefill_instances=prefill,
         decode_instances=decode,
         ratios={
-            "prefill": rates.prefill / prefill,
+            "prefill": rates.prefill / computing,
             "TTFT": (backlog_s + mean_s) / slo.ttft_s,
-            "TPOT": tokens / (BATCH_FULL * need.max_tokens),
+            "TPOT": tokens / (BATCH_FULL * max(1.0, need.max_tokens - lost)),
             "KV cache": tokens / (KV_FULL * need.kv_capacity_tokens),
             "sequences": sequences / need.sequences_max,
             "held": need.full_decode_instances / decode,
@@ -132,16 +159,17 @@ def score_split(prefill: int, decode: int, need: Need, slo: Slo, *, horizon_s: f
 
 
 def _forecast_decodes(
-    decode: int, need: Need, in_flight: float, slo: Slo, horizon_s: float
+    decode: int, need: Need, in_flight: float, slo: Slo, horizon_s: float, share: float
 ) -> tuple[float, float]:
     """Forecast the KV tokens and the requests of one decode instance after the horizon.
 
-    `in_flight` are the KV tokens of all requests that decode now or within the horizon.
+    `in_flight` are the KV tokens of all requests that decode now or within the horizon. In `share` of its
+    time the instance computes prompts.
     """
     rates = need.rates
-    # x = a·I(x)/D with I(x) = intercept + slope·x; at most twice the objective
+    # x = a·I(x)/(1 - share)/D with I(x) = intercept + slope·x; at most twice the objective
     steps = rates.token_steps / decode
-    free = 1.0 - steps * need.itl_slope_s
+    free = 1.0 - share - steps * need.itl_slope_s
     itl_s = need.itl_intercept_s / free if free > 0 else math.inf
     itl_s = min(itl_s, 2 * slo.tpot_s)
     decode_s = max(itl_s, need.itl_s) * rates.output_tokens / rates.requests if rates.requests else 0.0

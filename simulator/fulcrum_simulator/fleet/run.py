@@ -246,7 +246,10 @@ class _Simulation:
         )
         balanced = self._options.policy.name is PolicyName.BALANCED
         return replace(
-            rules, slo=self._options.slo, policy=FlipPolicy.BALANCED if balanced else FlipPolicy.ARROW
+            rules,
+            slo=self._options.slo,
+            policy=FlipPolicy.BALANCED if balanced else FlipPolicy.ARROW,
+            deflects=self._options.policy.deflects,
         )
 
     def _build_autoscaler(self) -> SimulatedAutoscaler | SplitController | None:

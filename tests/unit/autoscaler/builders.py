@@ -69,6 +69,7 @@ def make_rules(**fields: Any) -> AutoscalingRules:
         "consecutive_ticks": 1,
         "interval_s": 1.0,
         "assignment_rules": AssignmentRules(prefill_to_decode_cooldown_s=10.0),
+        "deflects": False,
     }
     return AutoscalingRules(**{**default, **fields})
 

@@ -16,6 +16,7 @@ from fulcrum_autoscaler.policy import (
     decide_on_tick,
     propose_assignment,
 )
+from fulcrum_autoscaler.policy.balanced import find_target
 from fulcrum_autoscaler.policy.forecast import DemandSample, Rates, add_sample, compute_rates
 from fulcrum_autoscaler.policy.split_score import Need, measure_need, score_split
 from fulcrum_core.api.pdassignment import Floors
@@ -154,6 +155,43 @@ def test_requests_in_flight_count_until_they_have_ended() -> None:
     need = make_need(rates=Rates(requests=1, prefill=0, output_tokens=100, token_steps=0))
     now, later = (score_split(2, 2, need, Slo(1.0, 0.1), horizon_s=horizon_s) for horizon_s in (0.0, 100.0))
     assert (now.cause, round(now.worst, 2), round(later.worst, 2)) == ("TPOT", 1.0, 0.05)
+
+
+LONG_ANSWERS = Rates(requests=1, prefill=3, output_tokens=1e9, token_steps=0)
+"""The requests in flight do not end within the horizon."""
+
+
+def test_decode_in_its_spare_time_adds_to_prefill_and_takes_longer_for_a_step() -> None:
+    need = make_need(rates=LONG_ANSWERS, tokens=10_000, max_tokens=80_000, sequences_max=math.inf)
+    score = score_split(2, 2, need, Slo(100.0, 0.1), horizon_s=5.0, deflection=1.0)
+    assert score.ratios["prefill"] == pytest.approx(3 / (2 + 0.5 * 2))
+    assert score.ratios["TPOT"] == pytest.approx(5_000 / (0.8 * (0.5 * 0.1 - 0.02) / 1e-6))
+
+
+def test_decode_without_spare_time_computes_no_prompts() -> None:
+    need = make_need(rates=LONG_ANSWERS, max_tokens=33_000, sequences_max=math.inf)
+    alone, shared = (
+        score_split(2, 2, need, Slo(100.0, 0.1), horizon_s=5.0, deflection=part) for part in (0.0, 1.0)
+    )
+    assert alone.cause == "TPOT"
+    assert shared == alone
+
+
+@pytest.mark.parametrize(
+    ("token_steps", "deflects", "target"),
+    [
+        pytest.param(2.3e6, False, "5:3 (TPOT at 1.03)", id="one instance is missing somewhere"),
+        pytest.param(2.3e6, True, "4:4 (prefill at 1.00)", id="decode computes what is missing"),
+        pytest.param(1.0e6, True, "6:2 (prefill at 0.73)", id="a split that needs no deflection"),
+    ],
+)
+def test_deflection_counts_if_no_split_is_good_enough_without_it(
+    token_steps: float, deflects: bool, target: str
+) -> None:
+    rates = Rates(requests=10, prefill=4.4, output_tokens=10, token_steps=token_steps)
+    need = make_need(rates=rates, tokens=0, legs=0, max_tokens=80_000, sequences_max=math.inf)
+    _, found = find_target(4, 4, need, balanced_rules(deflects=deflects))
+    assert str(found) == target
 
 
 def test_a_split_that_is_far_off_is_left_at_once_with_several_flips_in_one_write() -> None:
