@@ -47,6 +47,7 @@ class Run(NamedTuple):
     """Result of one run.
 
     `below`: the attainment that the run missed (a run is ended once that is sure); 0 if it met it.
+    `flips`: those after the warm-up that is not scored.
     """
 
     attainment: float
