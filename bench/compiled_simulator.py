@@ -1,4 +1,7 @@
-"""Run a bench with the simulator compiled: the same figures in half of the time (`tools/compiled`)."""
+"""Starts a bench again with the simulator compiled; not a measurement of its own.
+
+The figures are the same, in half of the time (`tools/compiled`).
+"""
 
 import os
 import sys

@@ -18,23 +18,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from bench.dispatch import NOW_S, SLO, make_fleet, time_best
+from bench.simulation import make_large_load, make_options
 from fulcrum_autoscaler.policy import AutoscalingRules, Observation, PolicyState, decide_on_tick
 from fulcrum_cli.terminal.output import format_columns
 from fulcrum_core.api.pdassignment import PDAssignmentSpec, RoleAssignment
 from fulcrum_core.api.pdservice import PDServiceSpec
 from fulcrum_core.assignment import AssignmentRules
-from fulcrum_core.profiles import load_profile
 from fulcrum_core.router_state import DemandState, InstanceState, RouterState
-from fulcrum_core.values import Actor, FlipPolicy, Role, Slo
+from fulcrum_core.values import Actor, FlipPolicy, Role
 from fulcrum_router.policy import Work, choose_decode, choose_prefill
 from fulcrum_router.policy.intervals import CANARY_IDLE_S
-from fulcrum_simulator.fleet.options import RunOptions, parse_policy
 from fulcrum_simulator.fleet.run import simulate
-from fulcrum_simulator.workload import COMPOSED, scale_rate
 
 NUMBERS = 8, 50, 200, 500, 1000
-FACTOR_OF_8 = 1.2
-"""Of `stationary`, for 8 instances: 60 % of the work that they can do."""
 CHOICES, PAIRS = ("prefill choice µs", "decode choice µs"), "pairs ms"
 COLUMNS = (
     *CHOICES,
@@ -154,15 +150,8 @@ def time_loop(count: int) -> tuple[float, float, float]:
 
 def time_simulation(count: int, seconds: float) -> float:
     """CPU seconds of one simulated request."""
-    some = [r for r in COMPOSED["stationary"](FACTOR_OF_8, 1) if r.arrival_s < seconds]
-    arrivals = scale_rate(some, count / 8, seed=1)
-    options = RunOptions(
-        profile=load_profile("l70-h100-tp4"),
-        instances=count,
-        policy=parse_policy("arrow", instances=count),
-        slo=Slo(3.0, 0.1),
-        drain_s=60.0,
-    )
+    arrivals = make_large_load(count, seconds, seed=1)
+    options = make_options(count, seed=1)
     started_s = time.process_time()
     simulate(arrivals, options)
     return (time.process_time() - started_s) / len(arrivals)

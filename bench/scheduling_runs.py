@@ -47,13 +47,13 @@ class Run(NamedTuple):
     """Result of one run.
 
     `below`: the attainment that the run missed (a run is ended once that is sure); 0 if it met it.
-    `flips`: those after the warm-up that is not scored.
+    `scored_flips`: those after the warm-up that is not scored.
     """
 
     attainment: float
     below: float
     rate_rps: float
-    flips: int
+    scored_flips: int
     token_share: float
 
     def meets(self, bar: float) -> bool | None:
@@ -176,7 +176,7 @@ def measure(task: Task) -> dict[float, Measured]:
         found[bar] = Measured(
             policy,
             tuple(run.rate_rps for run in best),
-            tuple(run.flips for run in best),
+            tuple(run.scored_flips for run in best),
             tuple(run.token_share for run in best),
         )
     return found

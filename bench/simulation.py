@@ -30,6 +30,8 @@ INSTANCES, LARGE = 8, 1_000
 SCALE = 1.5
 CPU_MAX_S = 10.0
 MEMORY_MAX_MB = 500.0
+LARGE_MAX_S = 900.0
+"""Length of `stationary`."""
 LOAD_OF_8 = 1.2
 """Factor of `stationary` at which 8 instances have 60 % of the work that they can do."""
 
@@ -44,11 +46,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--compiled", action="store_true", help="compile the simulator first")
     arguments = parser.parse_args()
+    if not 0 < arguments.seconds <= LARGE_MAX_S:
+        parser.error(f"--for must be above 0 and at most {LARGE_MAX_S:g}, the length of the workload")
     if arguments.compiled:
         ensure_compiled()
     options = make_options(LARGE if arguments.large else INSTANCES, arguments.seed)
     if arguments.large:
-        load = make_large_load(arguments.seconds, arguments.seed)
+        load = make_large_load(LARGE, arguments.seconds, arguments.seed)
         cpu_max_s, memory_max_mb = arguments.seconds, math.inf
     else:
         load = make_recorded_load(arguments.trace, options, arguments.seed)
@@ -82,10 +86,10 @@ def make_recorded_load(trace: Path, options: RunOptions, seed: int) -> list[Work
     return prepare_load(recorded, scale=SCALE, speed=1.0, slo=options.slo, seed=seed)
 
 
-def make_large_load(seconds: float, seed: int) -> list[WorkloadRequest]:
-    """Return the first seconds of `stationary` at the load of 8 instances for each eight of `LARGE`."""
+def make_large_load(instances: int, seconds: float, seed: int) -> list[WorkloadRequest]:
+    """Return the first seconds of `stationary` at 60 % of what so many instances can do."""
     requests = [r for r in COMPOSED["stationary"](LOAD_OF_8, seed) if r.arrival_s < seconds]
-    return scale_rate(requests, LARGE / 8, seed=seed)
+    return scale_rate(requests, instances / 8, seed=seed)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def autoscaling_rules(draw: st.DrawFn) -> AutoscalingRules:
         consecutive_ticks=draw(st.integers(1, 3)),
         interval_s=1.0,
         assignment_rules=AssignmentRules(draw(st.sampled_from([0.0, 10.0]))),
-        deflects=draw(st.booleans()),
+        deflects=False,
     )
 
 

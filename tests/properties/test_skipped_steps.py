@@ -22,7 +22,7 @@ from fulcrum_simulator.fleet.stepped_engine import SteppedEngine
 
 BLOCK_TOKENS = 4
 LEASE_S = 3.0
-KINDS = ("plain", "plain", "plain", "export", "import", "abort", "observe", "advance", "look")
+KINDS = ("plain", "plain", "plain", "export", "import", "abort", "observe", "advance", "look", "heartbeat")
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,10 @@ class Run:
                 if call.kind == "look":
                     self.steps.apply()
                     self.trace.append((now_s, self.engine.gauges, self.engine.stats.take_samples()))
+                elif call.kind == "heartbeat":
+                    self.steps.apply()
+                    extended = [self.engine.extend_lease(f"r{n}", now_s) for n in range(number)]
+                    self.trace.append((now_s, extended))
                 elif call.kind != "advance":
                     if self.engine.busy:
                         self.steps.truncate()
@@ -96,7 +100,7 @@ class Run:
                 self.start_step(now_s)
 
     def skip_to(self, now_s: float) -> None:
-        ends_s = list(self.steps._ends_s)[self.steps._skipped :]
+        ends_s = list(self.steps._ends_s)[self.steps._passed :]
         ids, count = self.steps.advance(now_s)
         self.skipped += count
         for name in ids if count else ():

@@ -21,6 +21,7 @@ from fulcrum_autoscaler.policy.observation import AutoscalingRules, Observation
 from fulcrum_autoscaler.policy.split_score import (
     Need,
     SplitScore,
+    can_deflect,
     measure_need,
     score_split,
 )
@@ -31,7 +32,7 @@ COMFORT = 0.85
 """A ratio up to this is no reason to move."""
 EXCESS_MAX = 3.0
 """Most regret in a second: a ratio of 30 is no more urgent than one of 4."""
-DEFLECTION_FROM, DEFLECTION_AT = 0.75, 0.9
+DEFLECTION_FROM, DEFLECTION_FULL_FROM = 0.75, 0.9
 """Worst ratio of the best split from which deflection begins to count, and at which it counts fully. Below,
 instances of the right role are better: a deflected prompt delays answers."""
 HORIZON_S = 5.0
@@ -96,7 +97,10 @@ def decide_balance(
 def find_target(
     prefill: int, decode: int, need: Need, rules: AutoscalingRules
 ) -> tuple[SplitScore, SplitScore]:
-    """Return the scores of the current split and of the best one; equal ones: the fewest flips."""
+    """Return the scores of the current split and of the best one; equal ones: the fewest flips.
+
+    Deflection counts as far as no split is good enough without it.
+    """
     total, floors = prefill + decode, rules.assignment_rules.floors
     low, high = max(1, floors.prefill), total - max(1, floors.decode)
     splits = [(p, total - p) for p in {prefill, *range(low, high + 1)}]
@@ -107,10 +111,10 @@ def find_target(
         ]
 
     scores = score_all(0.0)
-    if rules.deflects:
+    if rules.deflects and can_deflect(need.rates, rules.slo):
         best = min(score.worst for score in scores)
         if best > DEFLECTION_FROM:
-            scores = score_all(min(1.0, (best - DEFLECTION_FROM) / (DEFLECTION_AT - DEFLECTION_FROM)))
+            scores = score_all(min(1.0, (best - DEFLECTION_FROM) / (DEFLECTION_FULL_FROM - DEFLECTION_FROM)))
     current = next(score for score in scores if score.prefill_instances == prefill)
     return current, min(
         scores, key=lambda s: (max(s.worst, COMFORT), abs(s.prefill_instances - prefill), s.prefill_instances)

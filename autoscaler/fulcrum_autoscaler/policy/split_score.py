@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from fulcrum_autoscaler.policy.forecast import Rates
 from fulcrum_autoscaler.policy.observation import Observation
+from fulcrum_core.deflection import find_longest_stall_s
 from fulcrum_core.values import Role, Slo
 
 BATCH_FULL = 0.8
@@ -31,9 +32,10 @@ SLOWDOWN_MAX = 1.5
 """Most by which a measured step may be longer than the model says: more has another cause than the batch."""
 KV_FULL = 0.9
 """Share of the KV cache from which requests start to wait: prompts need room for all of their tokens."""
-DEFLECTED_MAX, DEFLECTED_STEPS = 0.5, 4
-"""Most of its time that a decode instance is expected to spend on prompts, and the shares up to it that are
-tried."""
+DEFLECTED_SHARE_MAX = 0.5
+"""Most of its time that a decode instance is expected to spend on prompts."""
+DEFLECTED_STEPS = 4
+"""Shares up to the largest one that are tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,8 @@ class SplitScore:
     prefill_instances: int
     decode_instances: int
     ratios: dict[str, float]
+    deflected_share: float = 0.0
+    """Share of the time of decode instances in which they compute prompts."""
 
     @property
     def worst(self) -> float:
@@ -80,7 +84,13 @@ class SplitScore:
         return max(self.ratios, key=lambda name: self.ratios[name])
 
     def __str__(self) -> str:
-        return f"{self.prefill_instances}:{self.decode_instances} ({self.cause} at {self.worst:.2f})"
+        split, worst = (
+            f"{self.prefill_instances}:{self.decode_instances}",
+            f"{self.cause} at {self.worst:.2f}",
+        )
+        if self.deflected_share:
+            worst += f", with {100 * self.deflected_share:.0f} % of decode's time for prompts"
+        return f"{split} ({worst})"
 
 
 def measure_need(observation: Observation, rates: Rates, slo: Slo, sequences_max: float) -> Need | None:
@@ -115,20 +125,29 @@ def measure_need(observation: Observation, rates: Rates, slo: Slo, sequences_max
     )
 
 
+def can_deflect(rates: Rates, slo: Slo) -> bool:
+    """Whether the mean prompt is short enough, beside mean answers, that the router may deflect it."""
+    if not rates.requests:
+        return False
+    longest_s = find_longest_stall_s(tpot_s=slo.tpot_s, output_tokens=rates.output_tokens / rates.requests)
+    return rates.prefill / rates.requests <= longest_s
+
+
 def score_split(
     prefill: int, decode: int, need: Need, slo: Slo, *, horizon_s: float, deflection: float = 0.0
 ) -> SplitScore:
-    """Score one split.
+    """Score one split, `horizon_s` > 0 ahead if there is deflection.
 
     `deflection`: which part, 0 to 1, of the prompts that prefill would not end within the horizon may be
     deflected to decode. The split is scored with the share of them that makes its worst ratio the least.
     """
-    shares = [0.0]
-    if deflection:
-        lacking = need.rates.prefill + need.queued_s / horizon_s - prefill
-        most = min(DEFLECTED_MAX, deflection * max(0.0, lacking) / decode)
-        shares += [most * step / DEFLECTED_STEPS for step in range(1, DEFLECTED_STEPS + 1)]
-    scores = [_score_share(prefill, decode, need, slo, horizon_s, share) for share in shares]
+    alone = _score_share(prefill, decode, need, slo, horizon_s, 0.0)
+    lacking_instances = need.rates.prefill + need.queued_s / horizon_s - prefill if deflection else 0.0
+    if lacking_instances <= 0.0:
+        return alone
+    share_max = min(DEFLECTED_SHARE_MAX, deflection * lacking_instances / decode)
+    shares = [share_max * step / DEFLECTED_STEPS for step in range(1, DEFLECTED_STEPS + 1)]
+    scores = [alone, *(_score_share(prefill, decode, need, slo, horizon_s, share) for share in shares)]
     return min(scores, key=lambda score: score.worst)
 
 
@@ -137,24 +156,25 @@ def _score_share(
 ) -> SplitScore:
     """Score a split whose decode instances compute prompts in this share of their time."""
     rates = need.rates
-    computing = prefill + share * decode
-    backlog_s = max(0.0, need.queued_s + (rates.prefill - computing) * horizon_s) / computing
+    capacity = prefill + share * decode
+    backlog_s = max(0.0, need.queued_s + (rates.prefill - capacity) * horizon_s) / capacity
     mean_s = rates.prefill / rates.requests if rates.requests else 0.0
-    computed = min(1.0, computing * horizon_s / need.queued_s) if need.queued_s else 1.0
+    computed = min(1.0, capacity * horizon_s / need.queued_s) if need.queued_s else 1.0
     in_flight = need.tokens + computed * need.reserved_tokens
     tokens, sequences = _forecast_decodes(decode, need, in_flight, slo, horizon_s, share)
-    lost = share * slo.tpot_s / need.itl_slope_s if share and need.itl_slope_s else 0.0
+    lost_tokens = share * slo.tpot_s / need.itl_slope_s if share and need.itl_slope_s else 0.0
     return SplitScore(
         prefill_instances=prefill,
         decode_instances=decode,
         ratios={
-            "prefill": rates.prefill / computing,
+            "prefill": rates.prefill / capacity,
             "TTFT": (backlog_s + mean_s) / slo.ttft_s,
-            "TPOT": tokens / (BATCH_FULL * max(1.0, need.max_tokens - lost)),
+            "TPOT": tokens / (BATCH_FULL * max(1.0, need.max_tokens - lost_tokens)),
             "KV cache": tokens / (KV_FULL * need.kv_capacity_tokens),
             "sequences": sequences / need.sequences_max,
             "held": need.full_decode_instances / decode,
         },
+        deflected_share=share,
     )
 
 

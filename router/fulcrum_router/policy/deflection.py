@@ -24,16 +24,11 @@ instance, and again while it waits. `Ledger.deflect` then remembers when the dec
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
+from fulcrum_core.deflection import BATCH_FULL, STALL_MAX, STALL_SHARE
 from fulcrum_core.values import Role
 from fulcrum_router.policy.candidates import InstanceView
 from fulcrum_router.policy.work import Work
 
-STALL_MAX = 15.0
-"""Longest stall, in TPOT objectives. With 100 ms it is 1.5 s, a prompt of 16,000 tokens on four H100."""
-STALL_SHARE = 0.25
-"""Share of the spare time of a mean answer that stalls may take: half of the answers are shorter."""
-BATCH_FULL = 0.8
-"""Share of the TPOT objective that decode with all stalls may use; the rest is for wrong predictions."""
 KV_FULL = 0.9
 """Share of the KV cache that may be used with the prompt: decodes grow."""
 RECOVERY_MAX_S = 60.0

@@ -133,7 +133,7 @@ def choose_prefill(
         work: The request.
         now_s: Time on the monotonic clock.
         rules: When a flip may be proposed.
-        exclude: Names of instances that have failed this request.
+        exclude: Names that must not be chosen: instances that failed the request, shed, or have enough work.
         delays: Least time of a KV transfer by prefill instance; instances without any are left out.
     """
     prefill, decode, tokens = candidates.prefill, candidates.decode, work.prompt_tokens
@@ -180,7 +180,7 @@ def choose_decode(
         now_s: Time on the monotonic clock.
         prefilled_on: Instance that computes or computed the prompt; None: no KV was computed.
         rules: When a flip may be proposed.
-        exclude: Names of instances that have failed this request.
+        exclude: Names that must not be chosen: instances that failed the request, shed, or have enough work.
         pairs: KV transfers from `prefilled_on`; None: all count as fast.
     """
     source = None
@@ -282,12 +282,13 @@ def _find_cheapest_prefill(
     `start_s`: from the end of the KV transfer to the first token. Only a cost that may be the least becomes
     an object, since all instances are looked at for each request.
     """
-    tokens, cached, excluded = work.prompt_tokens, work.cached_tokens, frozenset(exclude)
+    tokens, cached = work.prompt_tokens, work.cached_tokens
+    excluded = frozenset(exclude)  # it may hold half of a large fleet
     best: Cost | None = None
     count, least_first, least_second = 0, math.inf, math.inf  # of `best`
     soonest_s = math.inf
     for instance in instances:
-        if excluded and instance.name in excluded:  # half of a large fleet may have enough work
+        if excluded and instance.name in excluded:
             continue
         count += 1
         computed = max(0, tokens - cached.get(instance.name, 0)) if cached else tokens
@@ -315,7 +316,7 @@ def _find_cheapest_decode(
 ) -> tuple[int, Cost | None, Cost | None]:
     """Return how many instances there are, the cheapest one, and the cheapest one that passes the SLO check.
 
-    Like `_find_cheapest_prefill`, and twice for each request.
+    Called twice for each request: to reserve room, and to send its decode leg.
     """
     tokens, tpot_s, excluded = work.prompt_tokens, work.slo.tpot_s, frozenset(exclude)
     best: Cost | None = None

@@ -267,9 +267,9 @@ class SimulatedInstance:
         """Send a heartbeat, and the next one after a while if the blocks have not arrived by then."""
         if engine is not self.engine or fetch.request_id not in self._legs:
             return
-        sender = self._peers.get(source.engine_id)
-        if sender is not None:
-            sender._catch_up()
+        source_instance = self._peers.get(source.engine_id)
+        if source_instance is not None:
+            source_instance._catch_up()
         if fetch.source.request_id is not None and source.extend_lease(
             fetch.source.request_id, self._events.now_s
         ):

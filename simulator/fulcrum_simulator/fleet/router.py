@@ -127,7 +127,7 @@ class SimulatedRouter:
         """Count the tokens that engines have produced by now, before a decision reads the ledgers."""
         now_s = self.events.now_s
         for view in self.fleet.instances:
-            if view.instance.steps.next_skipped_s <= now_s:
+            if view.instance.steps.next_end_s <= now_s:
                 view.instance.advance()
 
     def start_probes(self) -> None:

@@ -88,12 +88,12 @@ def simulate(
     The garbage collector is paused meanwhile: requests leave no cycles, and with 1,000 instances looking for
     them took a fifth of the time.
     """
-    is_paused = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         return _Simulation(workload, options, on_progress, attainment_min, planner).run()
     finally:
-        if is_paused:
+        if was_enabled:
             gc.enable()
 
 

@@ -27,12 +27,12 @@ class SteppedEngine:
         """Time of steps with a prompt chunk so far."""
         self.decode_busy_s = 0.0
         """Time of all other steps so far."""
-        self.next_skipped_s = math.inf
-        """Time of the next step that `advance` can skip; before it there is nothing to do."""
+        self.next_end_s = math.inf
+        """Time of the next end of a step that `advance` passes on; before it there is nothing to do."""
         self._lookahead_steps = lookahead_steps
         self._ends_s: Sequence[float] = ()
-        self._skipped = 0
-        """Steps that `advance` has passed on."""
+        self._passed = 0
+        """Steps whose tokens `advance` has passed on."""
         self._applied = 0
         """Those of them that the engine has skipped: it does so together with later ones."""
         self._request_ids: Sequence[str] = ()
@@ -50,8 +50,8 @@ class SteppedEngine:
         self._ends_s, self._request_ids = self.engine.plan_decode_run(
             now_s, step, steps_max=self._lookahead_steps
         )
-        self._skipped = self._applied = 0
-        self.next_skipped_s = self._ends_s[0] if len(self._ends_s) > 1 else math.inf
+        self._passed = self._applied = 0
+        self.next_end_s = self._ends_s[0] if len(self._ends_s) > 1 else math.inf
         if step.prefill_tokens:
             self.prefill_busy_s += step.duration_s
         else:
@@ -59,29 +59,33 @@ class SteppedEngine:
         return True
 
     def advance(self, now_s: float) -> tuple[Sequence[str], int]:
-        """Skip the steps that have ended by now; returns the requests that got tokens and how many each."""
-        if now_s < self.next_skipped_s:
+        """Pass on the steps that have ended by now: returns the requests that got tokens, and how many each.
+
+        The engine's own state follows with `apply`: with many instances most steps are passed on one by one,
+        while the engine skips many together.
+        """
+        if now_s < self.next_end_s:
             return (), 0
-        ends_s, skipped = self._ends_s, self._skipped
+        ends_s, skipped = self._ends_s, self._passed
         until = bisect_right(ends_s, now_s, skipped, len(ends_s) - 1)
         self.decode_busy_s += ends_s[until] - ends_s[skipped]
-        self._skipped = until
-        self.next_skipped_s = ends_s[until] if until < len(ends_s) - 1 else math.inf
+        self._passed = until
+        self.next_end_s = ends_s[until] if until < len(ends_s) - 1 else math.inf
         return self._request_ids, until - skipped
 
     def apply(self) -> None:
         """Bring the engine's state to the last `advance`."""
-        if self._applied < self._skipped:
-            self.engine.skip_steps(self._ends_s[self._applied : self._skipped])
-            self._applied = self._skipped
+        if self._applied < self._passed:
+            self.engine.skip_steps(self._ends_s[self._applied : self._passed])
+            self._applied = self._passed
 
     def truncate(self) -> bool:
         """Let the step under way be the last one planned; True if `due_s` has changed."""
         self.apply()
-        left = len(self._ends_s) - self._skipped
-        self._ends_s = self._ends_s[self._skipped : self._skipped + 1]
-        self._skipped = self._applied = 0
-        self.next_skipped_s = math.inf
+        left = len(self._ends_s) - self._passed
+        self._ends_s = self._ends_s[self._passed : self._passed + 1]
+        self._passed = self._applied = 0
+        self.next_end_s = math.inf
         return left > 1
 
     def finish(self) -> tuple[list[EngineEvent], list[str]]:

@@ -5,6 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fulcrum_autoscaler.policy import (
     AutoscalingRules,
@@ -169,7 +171,10 @@ def test_decode_in_its_spare_time_adds_to_prefill_and_takes_longer_for_a_step() 
 
 
 def test_decode_without_spare_time_computes_no_prompts() -> None:
-    need = make_need(rates=LONG_ANSWERS, max_tokens=33_000, sequences_max=math.inf)
+    need = make_need(
+        rates=replace(LONG_ANSWERS, prefill=2.1), tokens=160_000, max_tokens=80_000, sequences_max=math.inf
+    )
+    need = replace(need, kv_capacity_tokens=1e6)
     alone, shared = (
         score_split(2, 2, need, Slo(100.0, 0.1), horizon_s=5.0, deflection=part) for part in (0.0, 1.0)
     )
@@ -177,20 +182,68 @@ def test_decode_without_spare_time_computes_no_prompts() -> None:
     assert shared == alone
 
 
+@given(
+    rates=st.builds(
+        Rates,
+        requests=st.just(0.0) | st.floats(0.01, 1e3),
+        prefill=st.floats(0, 100),
+        output_tokens=st.floats(0, 1e6),
+        token_steps=st.floats(0, 1e9),
+    ),
+    queued_s=st.floats(0, 1e4),
+    tokens=st.integers(0, 10**7),
+    split=st.tuples(st.integers(1, 50), st.integers(1, 50)),
+    deflection=st.floats(0, 1),
+    slope=st.sampled_from([0.0, 1e-6]),
+)
+def test_deflection_never_makes_a_split_look_worse(
+    rates: Rates, queued_s: float, tokens: int, split: tuple[int, int], deflection: float, slope: float
+) -> None:
+    need = make_need(rates=rates, queued_s=queued_s, tokens=tokens, itl_slope_s=slope)
+    alone, shared = (
+        score_split(*split, need, Slo(1.0, 0.1), horizon_s=5.0, deflection=part) for part in (0.0, deflection)
+    )
+    assert shared.worst <= alone.worst < math.inf
+    assert 0.0 <= shared.deflected_share <= 0.5
+
+
 @pytest.mark.parametrize(
-    ("token_steps", "deflects", "target"),
+    ("token_steps", "output_tokens", "deflects", "target"),
     [
-        pytest.param(2.3e6, False, "5:3 (TPOT at 1.03)", id="one instance is missing somewhere"),
-        pytest.param(2.3e6, True, "4:4 (prefill at 1.00)", id="decode computes what is missing"),
-        pytest.param(1.0e6, True, "6:2 (prefill at 0.73)", id="a split that needs no deflection"),
+        pytest.param(2.3e6, 300, False, "5:3 (TPOT at 1.03)", id="one instance is missing somewhere"),
+        pytest.param(
+            2.3e6,
+            300,
+            True,
+            "4:4 (prefill at 1.00, with 10 % of decode's time for prompts)",
+            id="decode computes what is missing",
+        ),
+        pytest.param(2.3e6, 100, True, "5:3 (TPOT at 1.03)", id="too short answers for stalls of 44 ms"),
+        pytest.param(1.0e6, 300, True, "6:2 (prefill at 0.73)", id="a split that needs no deflection"),
     ],
 )
 def test_deflection_counts_if_no_split_is_good_enough_without_it(
-    token_steps: float, deflects: bool, target: str
+    token_steps: float, output_tokens: float, deflects: bool, target: str
 ) -> None:
-    rates = Rates(requests=10, prefill=4.4, output_tokens=10, token_steps=token_steps)
+    rates = Rates(requests=100, prefill=4.4, output_tokens=output_tokens, token_steps=token_steps)
     need = make_need(rates=rates, tokens=0, legs=0, max_tokens=80_000, sequences_max=math.inf)
     _, found = find_target(4, 4, need, balanced_rules(deflects=deflects))
+    assert str(found) == target
+
+
+@pytest.mark.parametrize(
+    ("token_steps", "target"),
+    [
+        pytest.param(
+            1.0e6, "6:2 (prefill at 0.77)", id="just above 0.75: an eighth of what is missing counts"
+        ),
+        pytest.param(2.3e6, "4:4 (prefill at 1.00, with 15 % of decode's time for prompts)", id="all counts"),
+    ],
+)
+def test_deflection_counts_the_more_the_worse_the_best_split_is(token_steps: float, target: str) -> None:
+    rates = Rates(requests=100, prefill=4.6, output_tokens=300, token_steps=token_steps)
+    need = make_need(rates=rates, tokens=0, legs=0, max_tokens=80_000, sequences_max=math.inf)
+    _, found = find_target(4, 4, need, balanced_rules(deflects=True))
     assert str(found) == target
 
 

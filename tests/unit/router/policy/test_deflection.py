@@ -5,16 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from fulcrum_core.deflection import BATCH_FULL, STALL_MAX
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.values import AdmissionMode, Role
 from fulcrum_router.policy import TransferPairs
-from fulcrum_router.policy.deflection import (
-    AHEAD_S,
-    BATCH_FULL,
-    MIXED_FACTOR,
-    STALL_MAX,
-    choose_deflection,
-)
+from fulcrum_router.policy.deflection import AHEAD_S, MIXED_FACTOR, choose_deflection
 from fulcrum_router.policy.dispatch import FlipProposalRules
 from fulcrum_router.policy.faults.failures import Failure
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext, LocalPrefillReason
