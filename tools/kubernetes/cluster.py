@@ -25,7 +25,7 @@ from typing import Any, Final
 from tools.kubernetes import cgroups, control_plane, images, pki
 from tools.kubernetes.api import AdminApi
 from tools.kubernetes.control_plane import API_ADDRESS, POD_CIDR
-from tools.kubernetes.machine import Machine, find_innermost_child, find_parent
+from tools.kubernetes.machine import Machine, find_innermost_child, find_parent, is_stopped
 from tools.kubernetes.program import (
     CNI_PLUGIN_FOLDERS,
     HERE,
@@ -262,9 +262,14 @@ class Cluster:
     # -- faults of the control plane --
 
     def signal_component(self, name: str, number: signal.Signals) -> None:
-        """Send a signal to a component of the control plane: SIGSTOP makes it hang, SIGCONT resumes it."""
+        """Send a signal to a component of the control plane: SIGSTOP makes it hang, SIGCONT resumes it.
+
+        After SIGSTOP all its threads have stopped when this returns: until then it may still respond.
+        """
         pid = self._components[name]
         os.kill(pid, number)
+        if number == signal.SIGSTOP:
+            wait_for(lambda: is_stopped(pid), f"{name} to stop")
         if number == signal.SIGCONT:
             os.kill(find_parent(pid), number)  # nsenter stops itself when its child is stopped
 

@@ -162,6 +162,14 @@ def find_parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether all threads of a process have stopped after a signal."""
+    states = [
+        stat.read_text().rpartition(")")[2].split()[0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")
+    ]
+    return all(state == "T" for state in states)
+
+
 def _set_network_namespace(descriptor: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)  # os.setns from Python 3.12 on
     if libc.setns(descriptor, _NETWORK_NAMESPACE):
