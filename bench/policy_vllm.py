@@ -2,17 +2,16 @@
 
     python bench/policy_vllm.py [--seeds N] [--period SECONDS] [--periods N]
 
-Runs a local service with three engines, each with a batch of at most eight, and measures how many long
-prompts one prefill engine computes a second, and how many long answers one decode engine gives. The load has
-both all the time, and changes its mix each period: prompts at 1.2 times and answers at 0.4 times that rate,
-then the other way round. So each split has one engine too few half of the time, and no decode instance is
-without answers that a prompt would delay. The objectives are 2.5 times the TTFT of a lone prompt and 1.5
-times the TPOT of a decode engine with half of its load. For each seed, requests with the same arrivals and
-lengths, but other texts (so that no prefix cache helps), are sent with mode Auto and with each fixed split,
-each of them first in one of three seeds. Prints SLO attainment, flips and failures. Exit code 1 if, in the
-median of the seeds, Auto is not above every fixed split, if it never flipped in one of the directions, or if
-a request failed. Needs `make engine`. A run during which other programs used the
-processors, or the load was late, does not count.
+Runs a local service with three engines, and measures how many long prompts one prefill engine computes a
+second, and how many long answers one decode engine gives. The load has both all the time, and changes its
+mix each period: prompts at 1.1 times and answers at 0.3 times that rate, then the other way round. So each
+split has one engine too few half of the time, and no decode instance is without answers that a prompt would
+delay. The objectives are five times the TTFT of a lone prompt and three times the TPOT of a decode engine
+with half of its load. For each seed, requests with the same arrivals and lengths, but other texts (so that
+no prefix cache helps), are sent with mode Auto and with each fixed split, in an order that rotates with the
+seed. Prints SLO attainment, flips and failures. Exit code 1 if, in the median of the seeds, Auto is not
+above every fixed split, if it never flipped in one of the directions, or if a request failed. Needs `make
+engine`. A run during which other programs used the processors, or the load was late, does not count.
 """
 
 import argparse
@@ -28,7 +27,7 @@ from bench.vllm_load import MeasuredLoad, measure_load, run_vllm_service
 from fulcrum_cli.assignment.writes import flip_instance
 from fulcrum_cli.play.recorder import Recorder
 from fulcrum_core.api import PDAssignment, PDService
-from fulcrum_core.values import AutoscalingMode, Role, Slo
+from fulcrum_core.values import AutoscalingMode, FlipPolicy, Role, Slo
 from fulcrum_simulator.workload import WorkloadRequest
 from tests.engines.loads import LARGER_MODEL, Sender, draw_burst, draw_load, measure_rate_rps, send_load
 from tests.engines.services import NAMESPACE, RunningService, VllmService, build_manifest
@@ -40,16 +39,16 @@ Ranges = tuple[tuple[int, int], tuple[int, int]]
 PROMPTS: Ranges = ((700, 1300), (2, 6))
 ANSWERS: Ranges = ((16, 48), (150, 350))
 """Ranges of prompt and output tokens of the two mixes."""
-SHARES = (1.2, 0.4), (0.4, 1.2)
+SHARES = (1.1, 0.3), (0.3, 1.1)
 """Rates of prompts and of answers in turn, as shares of what one engine serves."""
-TTFT_FACTOR, TPOT_FACTOR = 2.5, 1.5
+TTFT_FACTOR, TPOT_FACTOR = 5.0, 3.0
 LONE_PROMPTS, PROBE_S, PROBE_LOAD = 9, 15.0, 0.5
 """Prompts, and seconds and load of answers, by which the objectives are measured."""
 NO_DEFLECTION = Slo(ttft_s=60.0, tpot_s=0.001)
 """Objectives with which decode computes no prompts, while the rates are measured."""
 BURST = 60
 """Requests by which the rate of one engine is measured."""
-ENGINE_ARGS = (*LARGER_MODEL, "--kv-cache-memory-bytes", str(256 * 2**20), "--max-num-seqs", "8")
+ENGINE_ARGS = (*LARGER_MODEL, "--kv-cache-memory-bytes", str(256 * 2**20))
 FLIPS_SEEN_EACH_S = 0.2
 
 
@@ -81,6 +80,7 @@ def build_service() -> dict[str, Any]:
         slo=write_slo(NO_DEFLECTION),
         autoscaling={
             "mode": AutoscalingMode.OFF.value,
+            "policy": FlipPolicy.BALANCED.value,
             "arrow": {"interval": "500ms", "consecutiveTicks": 2},
             "flip": {"prefillToDecodeCooldown": "1s"},
         },

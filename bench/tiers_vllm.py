@@ -1,13 +1,14 @@
 """A flood of the lowest tier against the first tokens of the highest one, on real vLLM engines.
 
-    python bench/tiers_vllm.py [--seed N] [--rounds N] [--for SECONDS]
+    python bench/tiers_vllm.py [--seed N] [--rounds N] [--for SECONDS] [--reserve]
 
-Runs a local service with a prefill and a decode engine and two tiers, and measures what it can serve. Then,
-in turn, premium alone sends a tenth of that, and premium beside free requests at five times what it can
-serve, with lengths drawn from the same ranges. Prints premium's time to the first token both ways, requests
-that failed, and free requests that were refused. Exit code 1 if, in the median of the rounds, premium's p99
-in the flood is more than 1.5 times that alone, if a request fails, or if premium is refused. Needs `make
-engine`. A round during which other programs used the processors, or the load was late, does not count.
+Runs a local service with a prefill and a decode engine and two tiers, and measures what it can serve. With
+`--reserve` there are two prefill engines, of which the reserve of premium keeps one nearly idle. Then, in
+turn, premium alone sends a tenth of that, and premium beside free requests at five times what it can serve,
+with lengths drawn from the same ranges. Prints premium's time to the first token both ways, requests that
+failed, and free requests that were refused. Exit code 1 if, in the median of the rounds, premium's p99 in the
+flood is more than 1.5 times that alone, if a request fails, or if premium is refused. Needs `make engine`. A
+round during which other programs used the processors, or the load was late, does not count.
 """
 
 import argparse
@@ -38,10 +39,15 @@ Round = tuple[MeasuredLoad, MeasuredLoad]
 """Premium alone, and premium in the flood."""
 
 
-def build_objects() -> list[dict[str, Any]]:
-    """The tiers and the service."""
+def build_objects(*, reserve: bool) -> list[dict[str, Any]]:
+    """The tiers and the service; with `reserve` half of two prefill engines is premium's."""
     slo = {"ttft": f"{SLO.ttft_s:g}s", "tpot": f"{SLO.tpot_s:g}s"}
-    specs = {PREMIUM: {"priority": 10, "sheddable": False, "slo": slo}, FREE: {"priority": -10, "slo": slo}}
+    specs: dict[str, dict[str, Any]] = {
+        PREMIUM: {"priority": 10, "sheddable": False, "slo": slo},
+        FREE: {"priority": -10, "slo": slo},
+    }
+    if reserve:
+        specs[PREMIUM]["reservedFraction"] = 0.5
     tiers = [
         {"apiVersion": "fulcrum.dev/v1alpha1", "kind": "QoSTier", "metadata": {"name": name}, "spec": spec}
         for name, spec in specs.items()
@@ -51,6 +57,7 @@ def build_objects() -> list[dict[str, Any]]:
         qosTiers=[PREMIUM, FREE],
         slo={"ttft": "60s", "tpot": "1s"},  # of requests without a tier, which measure the capacity
         router={"admission": "Enforce"},
+        **({"instances": 3, "roles": {"prefill": {"min": 2}}} if reserve else {}),
     )
     return [*tiers, service]
 
@@ -135,8 +142,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--for", dest="seconds", type=float, default=60.0, metavar="SECONDS")
+    parser.add_argument("--reserve", action="store_true", help="two prefill engines, one kept for premium")
     given = parser.parse_args()
-    with run_vllm_service(*build_objects()) as service:
+    with run_vllm_service(*build_objects(reserve=given.reserve)) as service:
         measuring = measure_rounds(service, seed=given.seed, rounds=given.rounds, seconds=given.seconds)
         rounds = asyncio.run(measuring)
     return 0 if judge(rounds) else 1
