@@ -1,20 +1,25 @@
-"""How long a prompt may take that a decode instance computes between the tokens of its answers.
+"""How long prompts may stall the answers of a decode instance that computes them in between.
 
-The router deflects no longer ones (`fulcrum_router.policy.deflection` has the reasons); the autoscaler counts
-on deflection only where the mean prompt is short enough.
+The router deflects no others (`fulcrum_router.policy.deflection` has the reasons); the autoscaler counts on
+deflection only where the mean prompt is short enough.
 """
 
 STALL_MAX = 15.0
 """Longest stall, in TPOT objectives. With 100 ms it is 1.5 s, a prompt of 16,000 tokens on four H100."""
 STALL_SHARE = 0.25
-"""Share of the spare time of a mean answer that stalls may take: half of the answers are shorter."""
-BATCH_FULL = 0.8
+"""Share of the time of a mean answer that stalls may take: half of the answers are shorter."""
+TPOT_SHARE = 0.8
 """Share of the TPOT objective that decode with all stalls may use; the rest is for wrong predictions."""
 
 
-def find_longest_stall_s(*, tpot_s: float, output_tokens: float) -> float:
-    """Return the longest time in seconds of a prompt beside answers of `output_tokens` tokens in the mean.
+def find_stalls_max_s(*, tpot_s: float, output_tokens: float) -> float:
+    """Return how many seconds all stalls of an answer of `output_tokens` tokens may take."""
+    return STALL_SHARE * output_tokens * TPOT_SHARE * tpot_s
 
-    It is allowed if the decodes have nothing else to do; busy ones can spare less.
+
+def find_longest_prompt_s(*, tpot_s: float, output_tokens: float) -> float:
+    """Return how many seconds a prompt may take beside answers of `output_tokens` tokens in the mean.
+
+    That is if the decodes have time to spare and nothing to catch up with; others can bear less.
     """
-    return min(STALL_MAX * tpot_s, STALL_SHARE * output_tokens * BATCH_FULL * tpot_s)
+    return min(STALL_MAX * tpot_s, find_stalls_max_s(tpot_s=tpot_s, output_tokens=output_tokens))

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from fulcrum_autoscaler.policy.forecast import Rates
 from fulcrum_autoscaler.policy.observation import Observation
-from fulcrum_core.deflection import find_longest_stall_s
+from fulcrum_core.deflection import find_longest_prompt_s
 from fulcrum_core.values import Role, Slo
 
 BATCH_FULL = 0.8
@@ -129,7 +129,7 @@ def can_deflect(rates: Rates, slo: Slo) -> bool:
     """Whether the mean prompt is short enough, beside mean answers, that the router may deflect it."""
     if not rates.requests:
         return False
-    longest_s = find_longest_stall_s(tpot_s=slo.tpot_s, output_tokens=rates.output_tokens / rates.requests)
+    longest_s = find_longest_prompt_s(tpot_s=slo.tpot_s, output_tokens=rates.output_tokens / rates.requests)
     return rates.prefill / rates.requests <= longest_s
 
 

@@ -24,7 +24,7 @@ instance, and again while it waits. `Ledger.deflect` then remembers when the dec
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from fulcrum_core.deflection import BATCH_FULL, STALL_MAX, STALL_SHARE
+from fulcrum_core.deflection import STALL_MAX, TPOT_SHARE, find_stalls_max_s
 from fulcrum_core.values import Role
 from fulcrum_router.policy.candidates import InstanceView
 from fulcrum_router.policy.work import Work
@@ -32,7 +32,7 @@ from fulcrum_router.policy.work import Work
 KV_FULL = 0.9
 """Share of the KV cache that may be used with the prompt: decodes grow."""
 RECOVERY_MAX_S = 60.0
-"""Longest time to catch up: until then, the instance takes no other prompt. What `STALL_SHARE` allows takes
+"""Longest time to catch up: until then, the instance takes no other prompt. What stalls may take is
 50 s with answers of 5,000 tokens and 50 ms."""
 AHEAD_S = 1.0
 """Time before an instance has caught up from which it gets the next prompt."""
@@ -93,7 +93,7 @@ def _bears_stalls(
 ) -> bool:
     """Whether a mean answer bears this stall, and those that the instance has not caught up with."""
     behind_s = max(0.0, instance.ledger.caught_up_at_s - now_s)
-    return behind_s + recovery_s <= STALL_SHARE * output_tokens * BATCH_FULL * work.slo.tpot_s
+    return behind_s + recovery_s <= find_stalls_max_s(tpot_s=work.slo.tpot_s, output_tokens=output_tokens)
 
 
 def _predict_recovery_s(instance: InstanceView, work: Work, now_s: float, by_s: float) -> float | None:
@@ -110,8 +110,8 @@ def _predict_recovery_s(instance: InstanceView, work: Work, now_s: float, by_s: 
     capacity = instance.kv_capacity_tokens
     if capacity and batch > KV_FULL * capacity:
         return None
-    spare_s = BATCH_FULL * tpot_s - instance.decode_model.itl_s(batch)
+    spare_s = TPOT_SHARE * tpot_s - instance.decode_model.itl_s(batch)
     if spare_s <= 0:
         return None
-    recovery_s = compute_s * BATCH_FULL * tpot_s / spare_s
+    recovery_s = compute_s * TPOT_SHARE * tpot_s / spare_s
     return recovery_s if recovery_s <= RECOVERY_MAX_S else None

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from fulcrum_core.deflection import BATCH_FULL, STALL_MAX
+from fulcrum_core.deflection import STALL_MAX, TPOT_SHARE
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.values import AdmissionMode, Role
 from fulcrum_router.policy import TransferPairs
@@ -22,7 +22,7 @@ TOKENS = 100
 """A prompt of 0.11 s among decodes."""
 OUTPUT = 1_000.0
 """Mean answer; it bears each stall that is allowed."""
-SPARE = 1.0 - 0.011 / (BATCH_FULL * SLO.tpot_s)
+SPARE = 1.0 - 0.011 / (TPOT_SHARE * SLO.tpot_s)
 """Share of the time that a decode instance with no other request can spare."""
 
 
