@@ -84,13 +84,10 @@ class SplitScore:
         return max(self.ratios, key=lambda name: self.ratios[name])
 
     def __str__(self) -> str:
-        split, worst = (
-            f"{self.prefill_instances}:{self.decode_instances}",
-            f"{self.cause} at {self.worst:.2f}",
-        )
+        worst = f"{self.cause} at {self.worst:.2f}"
         if self.deflected_share:
             worst += f", with {100 * self.deflected_share:.0f} % of decode's time for prompts"
-        return f"{split} ({worst})"
+        return f"{self.prefill_instances}:{self.decode_instances} ({worst})"
 
 
 def measure_need(observation: Observation, rates: Rates, slo: Slo, sequences_max: float) -> Need | None:

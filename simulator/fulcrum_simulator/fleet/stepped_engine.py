@@ -66,12 +66,12 @@ class SteppedEngine:
         """
         if now_s < self.next_end_s:
             return (), 0
-        ends_s, skipped = self._ends_s, self._passed
-        until = bisect_right(ends_s, now_s, skipped, len(ends_s) - 1)
-        self.decode_busy_s += ends_s[until] - ends_s[skipped]
+        ends_s, passed = self._ends_s, self._passed
+        until = bisect_right(ends_s, now_s, passed, len(ends_s) - 1)
+        self.decode_busy_s += ends_s[until] - ends_s[passed]
         self._passed = until
         self.next_end_s = ends_s[until] if until < len(ends_s) - 1 else math.inf
-        return self._request_ids, until - skipped
+        return self._request_ids, until - passed
 
     def apply(self) -> None:
         """Bring the engine's state to the last `advance`."""

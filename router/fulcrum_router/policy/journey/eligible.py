@@ -87,9 +87,9 @@ class EligibleInstances(JourneyRecord[V]):
         if reserve.is_empty:
             return ()
         prefill = self._context.fleet.candidates.prefill
-        kept = frozenset(reserve.list_kept(prefill, work.tier, tokens=work.prompt_tokens, now_s=now_s))
-        others = kept.difference(full) if kept else kept
-        return tuple(i.name for i in eligible if i.name in others) if others else ()
+        kept = reserve.list_kept(prefill, work.tier, tokens=work.prompt_tokens, now_s=now_s)
+        others = frozenset(kept).difference(full)
+        return tuple(i.name for i in eligible if i.name in others)
 
     def _is_held(self, now_s: float) -> bool:
         """Whether decode has no room for a request of this tier."""
