@@ -17,7 +17,6 @@ Without mypyc (`.venv/.dev`) or a C compiler it runs as Python; the first line t
 import argparse
 import json
 import math
-import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -39,10 +38,10 @@ from bench.scheduling_runs import (
     describe,
     format_range,
     make_load,
-    make_options,
     measure,
     read_workloads,
 )
+from bench.simulation import measure_recorded
 from fulcrum_cli.terminal.output import format_columns
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Slo
@@ -52,9 +51,7 @@ from fulcrum_simulator.bounds import (
     find_fcfs_rate,
     find_prefill_burst_rate,
 )
-from fulcrum_simulator.fleet.load import RecordedLoad, leave_out_overlong, prepare_load
-from fulcrum_simulator.fleet.run import simulate
-from fulcrum_simulator.workload import load_trace
+from fulcrum_simulator.fleet.load import RecordedLoad
 
 AS_PUBLISHED = "+direct+nodeflect"
 """In the published systems, requests wait in the engines, and decode computes no prompts."""
@@ -182,15 +179,9 @@ def measure_speed(traces: Path | None) -> list[Figure]:
     """Measure time and memory of the Azure Code hour at 1.5 times its rate."""
     if traces is None:
         return [Figure("Azure Code hour × 1.5", "10 s, 500 MB", "not measured: no --traces", None)]
-    options = make_options(Workload("", "", moving=False, smooth=False), ARROW)
-    recorded, _ = leave_out_overlong(load_trace(traces / "azure_code_2023.csv.gz").requests, options.profile)
-    load = prepare_load(recorded, scale=1.5, speed=1.0, slo=options.slo, seed=1)
-    started_s = time.process_time()
-    simulate(load, options)
-    cpu_s = time.process_time() - started_s
-    memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    passed = cpu_s <= 10 and memory_mb <= 500
-    return [Figure("Azure Code hour × 1.5", "10 s, 500 MB", f"{cpu_s:.1f} s, {memory_mb:.0f} MB", passed)]
+    measured = measure_recorded(traces / "azure_code_2023.csv.gz", seed=1)
+    value = f"{measured.cpu_s:.1f} s, {measured.memory_mb:.0f} MB"
+    return [Figure("Azure Code hour × 1.5", "10 s, 500 MB", value, measured.meets_bars)]
 
 
 def make_figures(rates: Rates, workloads: Sequence[Workload], ours: str, traces: Path | None) -> list[Figure]:
