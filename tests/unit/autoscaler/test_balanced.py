@@ -22,6 +22,7 @@ from fulcrum_autoscaler.policy.balanced import find_target
 from fulcrum_autoscaler.policy.forecast import DemandSample, Rates, add_sample, compute_rates
 from fulcrum_autoscaler.policy.split_score import Need, measure_need, score_split
 from fulcrum_core.api.pdassignment import Floors
+from fulcrum_core.api.pdservice import PDServiceSpec
 from fulcrum_core.assignment import AssignmentRules
 from fulcrum_core.router_state import DemandState, InstanceState
 from fulcrum_core.values import AutoscalingMode, FlipPolicy, Role, Slo
@@ -245,6 +246,14 @@ def test_deflection_counts_the_more_the_worse_the_best_split_is(token_steps: flo
     need = make_need(rates=rates, tokens=0, legs=0, max_tokens=80_000, sequences_max=math.inf)
     _, found = find_target(4, 4, need, balanced_rules(deflects=True))
     assert str(found) == target
+
+
+@pytest.mark.parametrize("deflect", [True, False])
+def test_deflection_counts_if_the_service_allows_it(deflect: bool) -> None:
+    spec = PDServiceSpec.model_validate(
+        {"model": "m", "instances": 8, "router": {"dispatch": {"deflect": deflect}}}
+    )
+    assert AutoscalingRules.from_spec(spec, assignment_rules=AssignmentRules(10.0)).deflects is deflect
 
 
 def test_a_split_that_is_far_off_is_left_at_once_with_several_flips_in_one_write() -> None:
