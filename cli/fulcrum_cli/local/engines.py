@@ -146,6 +146,7 @@ def _vllm_process_spec(launch: EngineLaunch, placement: EnginePlacement) -> Proc
         ready_timeout_s=READY_TIMEOUT_S,
         stop_grace_s=STOP_GRACE_S,
         leftover_files=tuple(Path(path) for path in launch.leftover_files),
+        binds_cores=True,
     )
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import httpx
 import structlog
 
+from fulcrum_cli.local.cores import use_all_cores
 from fulcrum_cli.local.run_folder import scratch_folder
 from fulcrum_core.errors import FulcrumError, InvalidInput
 from fulcrum_core.ports import EngineState
@@ -53,6 +54,7 @@ class ProcessSpec:
             `ProgramTimeouts` is used.
         stop_grace_s: Time from SIGTERM to SIGKILL, in seconds; None: that of the program's `ProgramTimeouts`.
         leftover_files: Files to delete after the process has ended.
+        binds_cores: Whether the program binds its threads to cores, which is undone once it is ready.
     """
 
     command: tuple[str, ...]
@@ -62,6 +64,7 @@ class ProcessSpec:
     ready_timeout_s: float = 0.0
     stop_grace_s: float | None = None
     leftover_files: tuple[Path, ...] = ()
+    binds_cores: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +236,8 @@ class Program:
             _send_signal(process, signal.SIGKILL)
             return "the ready line cannot be parsed"
         if ports is not None:
+            if spec.binds_cores:
+                use_all_cores(process.pid)
             self.ports = ports
             self._ready_since_s = asyncio.get_running_loop().time()
             self._set_state(EngineState.RUNNING)
