@@ -7,6 +7,7 @@ Prefill work shrinks while it is computed. An engine computes prompts in the ord
 oldest one shrinks. Times are seconds of the caller's monotonic clock.
 
 Journeys make and release the entries (`journey.record`); the data path adds the tokens of streams to them.
+The simulator, which knows that the decodes of an engine get their tokens together, adds them in one call.
 """
 
 import math
@@ -14,6 +15,8 @@ from collections import OrderedDict
 
 from fulcrum_core.latency import PrefillModel
 from fulcrum_router.policy.prefill_steps import PrefillSteps
+
+_NOT_SHARED = -1
 
 
 class Ledger:
@@ -36,6 +39,8 @@ class Ledger:
         "prefill_queued_s",
         "prefill_tokens",
         "reserved_tokens",
+        "shared_legs",
+        "shared_tokens",
     )
 
     def __init__(self) -> None:
@@ -54,6 +59,8 @@ class Ledger:
         """KV tokens of decode legs in flight: prompt and output so far."""
         self.decode_legs = 0
         """Decode legs in flight."""
+        self.shared_legs = self.shared_tokens = 0
+        """Decode legs that share a count of tokens now, and the tokens that were added to it so far."""
         self.pending_transfers = 0
         self.reserved_tokens = 0
         """KV tokens of prompts that are computed elsewhere and will be decoded here."""
@@ -156,6 +163,11 @@ class Ledger:
         """Add a decode leg for a prompt of `tokens`."""
         return DecodeEntry(self, tokens)
 
+    def add_shared_tokens(self, tokens: int) -> None:
+        """Add so many output tokens to each decode leg that shares the count (`DecodeEntry.share_count`)."""
+        self.shared_tokens += tokens
+        self.decode_tokens += tokens * self.shared_legs
+
     def reserve(self, *, tokens: int) -> "Reservation":
         """Reserve room for the decode leg of a prompt of `tokens` that another instance computes first."""
         return Reservation(self, tokens)
@@ -204,32 +216,55 @@ class PrefillEntry:
 class DecodeEntry:
     """One decode leg, with the tokens of its prompt and its output so far."""
 
-    __slots__ = ("_ledger", "_tokens", "output_tokens")
+    __slots__ = ("_ledger", "_output_tokens", "_prompt_tokens", "_shared_from")
 
     def __init__(self, ledger: Ledger, tokens: int) -> None:
         self._ledger: Ledger | None = ledger
-        self._tokens = tokens
-        self.output_tokens = 0
-        """Output tokens so far."""
+        self._prompt_tokens, self._output_tokens = tokens, 0
+        self._shared_from = _NOT_SHARED
+        """Shared tokens of the ledger when the entry joined."""
         ledger.decode_legs += 1
         ledger.decode_tokens += tokens
+
+    @property
+    def output_tokens(self) -> int:
+        """Output tokens so far."""
+        ledger, since = self._ledger, self._shared_from
+        if ledger is None or since == _NOT_SHARED:
+            return self._output_tokens
+        return self._output_tokens + ledger.shared_tokens - since
 
     def add_tokens(self, tokens: int) -> None:
         """Add output tokens; no effect after the release."""
         ledger = self._ledger
         if ledger is not None:
-            self._tokens += tokens
-            self.output_tokens += tokens
+            self._output_tokens += tokens
             ledger.decode_tokens += tokens
+
+    def share_count(self) -> None:
+        """Get the tokens of `Ledger.add_shared_tokens` until `end_sharing`; no effect after the release."""
+        ledger = self._ledger
+        if ledger is not None and self._shared_from == _NOT_SHARED:
+            self._shared_from = ledger.shared_tokens
+            ledger.shared_legs += 1
+
+    def end_sharing(self) -> None:
+        """Count alone again. No effect on an entry that does not share a count."""
+        ledger, since = self._ledger, self._shared_from
+        if ledger is not None and since != _NOT_SHARED:
+            self._output_tokens += ledger.shared_tokens - since
+            self._shared_from = _NOT_SHARED
+            ledger.shared_legs -= 1
 
     def release(self) -> None:
         """Take the entry out of the ledger. A second call has no effect."""
         ledger = self._ledger
         if ledger is None:
             return
+        self.end_sharing()
         self._ledger = None
         ledger.decode_legs -= 1
-        ledger.decode_tokens -= self._tokens
+        ledger.decode_tokens -= self._prompt_tokens + self._output_tokens
 
 
 class Reservation:

@@ -6,13 +6,14 @@ prefill instance. `run` makes the instances, and `router` sends to them.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from fulcrum_core.profiles import EngineProfile
 from fulcrum_core.values import KV_LEASE_S
+from fulcrum_router.policy.ledger import DecodeEntry
 from fulcrum_simulator.engine import (
     Engine,
     EngineGauges,
@@ -34,8 +35,8 @@ class EngineLeg(Protocol):
     """One request on one instance, to whose events its sender listens."""
 
     request: EngineRequest
-    count_tokens: Callable[[int], None]
-    """Called with the number of tokens that the engine has produced by now, after the first one."""
+    entry: DecodeEntry | None
+    """Counts the tokens after the first one; None: the sender does not want to know."""
 
     def on_token(self, token: OutputToken) -> None:
         """The engine produced the first or the last token now, or one after a preemption."""
@@ -76,6 +77,8 @@ class SimulatedInstance:
         self.name, self.restarts, self.alive = name, 0, False
         self.failed_transfers = 0
         self.on_restart: Callable[[], None] = lambda: None
+        self.on_tokens: Callable[[int], None] = lambda _count: None
+        """Adds so many tokens to each request that shares the count of the ledger."""
         self._options, self._events, self._peers, self._rng = options, events, peers, rng
         self._busy_s = [0.0, 0.0]
         self._start_engine()
@@ -92,8 +95,10 @@ class SimulatedInstance:
         )
         self.steps = SteppedEngine(self.engine, lookahead_steps=options.lookahead_steps)
         self._legs: dict[str, EngineLeg] = {}
-        self._token_counters: list[Callable[[int], None]] | None = None
-        """Of the requests in the steps planned ahead; None: not looked up yet."""
+        self._sharing: list[DecodeEntry | None] = []
+        """Entries of the requests that got a token in the last step, and that share the count."""
+        self._is_sharing_known = False
+        """Whether these are still the requests that decode, if their number is the same."""
         self._step_end: ScheduledAction | None = None
         self._lease_timer: ScheduledAction | None = None
         self.egress, self.ingress = LinkEnd(), LinkEnd()
@@ -128,6 +133,7 @@ class SimulatedInstance:
         """End a leg without calling it again; no effect if it has ended."""
         if request_id in self._legs:
             self._interrupt()
+            self._is_sharing_known = False
             del self._legs[request_id]
             self.engine.abort(request_id, self._events.now_s)
             self._start_if_idle()
@@ -140,11 +146,27 @@ class SimulatedInstance:
         """Pass on the tokens of all steps that have ended by now."""
         ids, count = self.steps.advance(self._events.now_s)
         if count:
-            if self._token_counters is None:
-                legs = self._legs
-                self._token_counters = [legs[request_id].count_tokens for request_id in ids]
-            for count_tokens in self._token_counters:
-                count_tokens(count)
+            self._count_tokens(ids, count)
+
+    def _count_tokens(self, ids: Sequence[str], count: int) -> None:
+        """Add so many tokens to each of these requests.
+
+        They are the same ones from step to step, until one of them begins, ends or is preempted.
+        """
+        if not self._is_sharing_known or len(ids) != len(self._sharing):
+            self._end_sharing()
+            legs = self._legs
+            self._sharing = [legs[request_id].entry for request_id in ids]
+            for entry in self._sharing:
+                if entry is not None:
+                    entry.share_count()
+            self._is_sharing_known = True
+        self.on_tokens(count)
+
+    def _end_sharing(self) -> None:
+        for entry in self._sharing:
+            if entry is not None:
+                entry.end_sharing()
 
     def take_samples(self) -> Samples:
         """Return the engine's latency samples since the last call."""
@@ -203,7 +225,6 @@ class SimulatedInstance:
             self._start_step()
 
     def _start_step(self) -> None:
-        self._token_counters = None
         started = self.steps.start(self._events.now_s)
         for fetch in self.engine.take_kv_fetches():
             self._start_fetch(fetch)
@@ -224,8 +245,14 @@ class SimulatedInstance:
         self.advance()
         legs = self._legs
         events, continued = self.steps.finish()
-        for request_id in continued:
-            legs[request_id].count_tokens(1)
+        if not events and continued:
+            self._count_tokens(continued, 1)
+        elif events:
+            self._is_sharing_known = False
+            for request_id in continued:
+                entry = legs[request_id].entry
+                if entry is not None:
+                    entry.add_tokens(1)
         for event in events:
             if isinstance(event, OutputToken):
                 leg = legs.get(event.request_id)

@@ -54,6 +54,7 @@ class RoutedInstance:
     ) -> None:
         self.learning = LearningInstance(prefill, decode)
         self.ledger = self.learning.ledger
+        instance.on_tokens = self.ledger.add_shared_tokens
         self.on_cpu = on_cpu
         self.instance, self.name, self.role = instance, instance.name, role
         self.kv_capacity_tokens = instance.kv_capacity_tokens

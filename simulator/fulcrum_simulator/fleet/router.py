@@ -21,6 +21,7 @@ from fulcrum_router.policy import FlipProposal, FlipProposalRules, PairKey, Tran
 from fulcrum_router.policy.faults.failures import Failure
 from fulcrum_router.policy.intervals import CANARY_IDLE_S, PROBE_INTERVAL_S
 from fulcrum_router.policy.journey import JourneyContext
+from fulcrum_router.policy.ledger import DecodeEntry
 from fulcrum_router.policy.newest_flip_requests import NewestFlipRequests
 from fulcrum_router.policy.prefix_index import NO_PREFIX
 from fulcrum_router.policy.tiers.admission import TierAdmission
@@ -356,11 +357,11 @@ class _SentLeg:
     Implements `instance.EngineLeg`. A decode response counts at the engine; the client gets it a hop later.
     """
 
-    __slots__ = ("_leg", "_router", "_timeout", "_view", "count_tokens", "request")
+    __slots__ = ("_leg", "_router", "_timeout", "_view", "entry", "request")
 
     def __init__(self, router: SimulatedRouter, leg: SimulatedLeg, view: RoutedInstance) -> None:
         self._router, self._leg, self._view, self.request = router, leg, view, leg.request
-        self.count_tokens: Callable[[int], None] = leg.add_tokens
+        self.entry: DecodeEntry | None = None
         events = router.events
         timeout_s = TIMEOUTS.prefill if leg.is_prefill else TIMEOUTS.first_byte
         self._timeout = events.schedule(events.now_s + timeout_s, self._time_out)
@@ -374,7 +375,7 @@ class _SentLeg:
         if not self._leg.is_prefill:
             self._timeout.cancel()
             self._leg.on_token(token)
-            self.count_tokens = self._leg.find_token_counter()
+            self.entry = self._leg.find_entry()
 
     def on_end(self, end: Finished) -> None:
         self._timeout.cancel()

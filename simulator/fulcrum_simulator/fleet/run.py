@@ -43,7 +43,7 @@ Model = TypeVar("Model", PrefillModel, DecodeModel)
 ProgressFunction = Callable[[float], None]
 
 
-GC_THRESHOLD = 50_000
+GC_THRESHOLD = 500_000
 """Objects made and not freed after which the youngest are looked at; a request leaves some cycles."""
 
 
@@ -117,8 +117,8 @@ class _Simulation:
         """Requests in flight by number, in the order of arrival."""
         first_s, last_s = workload[0].arrival_s, workload[-1].arrival_s
         self._first_scored_s = first_s + options.unscored_share * (last_s - first_s)
-        scored = sum(request.arrival_s >= self._first_scored_s for request in workload)
-        self._misses_max = (1.0 - attainment_min) * scored
+        self._scored = sum(request.arrival_s >= self._first_scored_s for request in workload)
+        self._misses_max = (1.0 - attainment_min) * self._scored
         self._misses = 0
         """Scored requests that have ended without meeting the SLO."""
         self._is_lost = False
@@ -309,7 +309,8 @@ class _Simulation:
         self._unfinished[number] = record
         if number % 256 == 0:
             self._on_progress(number / len(self._workload))
-            self._is_lost = self._misses + self._count_late() > self._misses_max
+            if self._misses_max < self._scored:
+                self._is_lost = self._misses + self._count_late() > self._misses_max
         self._router.serve(record, number, partial(self._end, number))
         self._schedule_arrival()
 

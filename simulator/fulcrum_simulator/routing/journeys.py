@@ -16,6 +16,7 @@ from fulcrum_router.policy.dispatch import FlipProposal
 from fulcrum_router.policy.faults.failures import Failure
 from fulcrum_router.policy.intervals import SWEEP_INTERVAL_S
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext, JourneyInstance
+from fulcrum_router.policy.ledger import DecodeEntry
 from fulcrum_router.policy.prefix_index import NO_PREFIX, PromptPrefix
 from fulcrum_router.policy.work import Work
 from fulcrum_simulator.engine import (
@@ -111,15 +112,9 @@ class SimulatedLeg:
         if not self.ended:
             self._run.on_token(self, token)
 
-    def add_tokens(self, count: int) -> None:
-        """The engine produced tokens after the first, of which the client needs no times."""
-        if not self.ended:
-            self._run.add_tokens(count)
-
-    def find_token_counter(self) -> Callable[[int], None]:
-        """Return what counts as `add_tokens` does, from the first token to the end of the leg, but faster."""
-        entry = None if self.ended else self._run.journey.decode_entry
-        return self.add_tokens if entry is None else entry.add_tokens
+    def find_entry(self) -> DecodeEntry | None:
+        """Return the ledger's entry of a decode leg, which counts all of its tokens."""
+        return None if self.ended else self._run.journey.decode_entry
 
     def on_end(self, end: Finished) -> None:
         """The engine finished the request."""
@@ -329,14 +324,10 @@ class _Run:
             return
         if not self._count_leg_tokens():
             self.journey.first_byte(leg.last_token_s)
-        self.add_tokens(1)
-        self._on_token(token._replace(index=token.index + self._tokens_before))
-
-    def add_tokens(self, count: int) -> None:
-        """Count tokens of the decode leg."""
         entry = self.journey.decode_entry
         if entry is not None:
-            entry.add_tokens(count)
+            entry.add_tokens(1)
+        self._on_token(token._replace(index=token.index + self._tokens_before))
 
     def _count_leg_tokens(self) -> int:
         """Return the tokens of the decode leg so far; the ledger's entry counts them."""

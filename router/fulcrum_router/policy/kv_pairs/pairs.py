@@ -150,8 +150,11 @@ class TransferPairs:
         pairs = self._by_source.get(prefill.name, _NO_PAIRS)
         if not pairs or not decode_instances:
             return False
-        found = (pairs.get(decode.name) for decode in decode_instances)
-        return all(pair is not None and pair.reason in BROKEN_REASONS for pair in found)
+        for decode in decode_instances:
+            pair = pairs.get(decode.name)
+            if pair is None or pair.reason not in BROKEN_REASONS:
+                return False
+        return True
 
     def list_due(
         self, instances: Sequence[InstanceView], *, now_s: float, interval_s: float

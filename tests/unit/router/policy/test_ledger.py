@@ -57,6 +57,31 @@ def test_output_after_the_release_is_not_counted() -> None:
     assert totals(ledger) == EMPTY
 
 
+def test_tokens_that_several_legs_share_are_counted_as_those_of_each() -> None:
+    ledger = Ledger()
+    early, late, alone = (ledger.add_decode(tokens=100) for _ in range(3))
+    early.share_count()
+    early.share_count()
+    ledger.add_shared_tokens(5)
+    late.share_count()
+    ledger.add_shared_tokens(2)
+    alone.add_tokens(1)
+    late.add_tokens(1)
+    assert [entry.output_tokens for entry in (early, late, alone)] == [7, 3, 1]
+    assert ledger.decode_tokens == 311
+    early.end_sharing()
+    early.end_sharing()
+    ledger.add_shared_tokens(10)
+    late.release()
+    late.share_count()
+    ledger.add_shared_tokens(10)
+    assert [entry.output_tokens for entry in (early, late, alone)] == [7, 13, 1]
+    assert ledger.decode_tokens == 208
+    early.release()
+    alone.release()
+    assert totals(ledger) == EMPTY
+
+
 def test_an_idle_ledger_has_no_rounding_error() -> None:
     ledger = Ledger()
     entries = [ledger.add_prefill(tokens=1, predicted_s=0.1, now_s=0.0) for _ in range(10)]
