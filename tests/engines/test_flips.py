@@ -1,6 +1,7 @@
 """Flips of real engines while requests run: no request fails and every token is right."""
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Coroutine, Sequence
@@ -8,6 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from fulcrum_cli.local.cores import list_threads
 from fulcrum_core.router_state import RouterState
 from tests.conftest import RecordMeasurement
 from tests.engines.completions import (
@@ -64,6 +66,14 @@ async def test_flips_each_second_fail_no_request_and_change_no_token(
     assert transferred > REQUESTS / 2
     assert len({pair for pair in directions if pair[0] != pair[1]}) >= 2
     assert count_failures(after) == count_failures(before)
+
+
+async def test_engines_may_use_all_cores(pair: VllmService) -> None:
+    for name in await pair.list_instances():
+        threads = list_threads(await pair.find_leader_pid(name))
+        cores = [os.sched_getaffinity(thread) for thread in threads]
+        assert cores == [os.sched_getaffinity(0)] * len(cores), name
+        assert len(cores) > 1
 
 
 async def gather_bounded(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

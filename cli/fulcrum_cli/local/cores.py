@@ -16,12 +16,13 @@ _SESSION_FIELD = 3
 def use_all_cores(session: int) -> None:
     """Let all threads of a session's processes run on every core that this process may use."""
     cores = os.sched_getaffinity(0)
-    for thread in _list_threads(session):
+    for thread in list_threads(session):
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(thread, cores)
 
 
-def _list_threads(session: int) -> Iterator[int]:
+def list_threads(session: int) -> Iterator[int]:
+    """List the ids of all threads of a session's processes."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
             fields = (process / "stat").read_text().rpartition(")")[2].split()
