@@ -274,7 +274,7 @@ def main() -> int:
     """Run the measurement; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--traces", type=Path, help="folder of recorded workloads")
-    parser.add_argument("--ours", default="arrow", help="the policy that is judged")
+    parser.add_argument("--ours", default="balanced", help="the policy that is judged")
     parser.add_argument("--use", choices=("development", "test"), default="development")
     parser.add_argument("--only", nargs="+", metavar="WORKLOAD", help="a part of the list")
     parser.add_argument("--seeds", type=int, default=5)

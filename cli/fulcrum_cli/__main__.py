@@ -237,7 +237,7 @@ def simulate(
     profile: Annotated[str, typer.Option(help="Engine profile: a name or a YAML file.")] = "l70-h100-tp4",
     policy: Annotated[
         str, typer.Option(help="arrow, balanced, static:xPyD, static:best, clairvoyant or another.")
-    ] = "arrow",
+    ] = "balanced",
     compare: Annotated[
         str | None, typer.Option(help="Compare these policies, separated by commas, instead of running one.")
     ] = None,

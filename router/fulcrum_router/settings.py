@@ -94,7 +94,7 @@ class ServiceSettings:
     """None: anybody may send requests, and name tenant and tier."""
     autoscaling_mode: AutoscalingMode = AutoscalingMode.OFF
     """Also OFF while flips are paused."""
-    flip_policy: FlipPolicy = FlipPolicy.ARROW
+    flip_policy: FlipPolicy = FlipPolicy.BALANCED
     max_decode_load: float = 0.5
     """See `FlipProposalRules.max_decode_load`."""
     prefill_to_decode_cooldown_s: float = 0.0

@@ -50,6 +50,7 @@ def service_spec(mode: str = "Auto", *, floor: int = 1, dispatch: str = "Queue")
         "roles": {"prefill": {"min": floor}, "decode": {"min": floor}},
         "autoscaling": {
             "mode": mode,
+            "policy": "arrow",
             "arrow": {"expand": 0.9, "shrink": 0.6, "consecutiveTicks": 2, "interval": "500ms"},
             "flip": {"prefillToDecodeCooldown": "1s"},
         },

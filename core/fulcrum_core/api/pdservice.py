@@ -183,9 +183,9 @@ class AutoscalingSpec(ApiModel):
         "decisions without acting; Auto: flip (default Auto).",
     )
     policy: FlipPolicy = Field(
-        default=FlipPolicy.ARROW,
+        default=FlipPolicy.BALANCED,
         description="arrow: flip one instance when a load crosses a threshold; balanced: flip to the split "
-        "that the work in flight and the arriving work need (default arrow).",
+        "that the work in flight and the arriving work need (default balanced).",
     )
     arrow: ArrowSpec = Field(
         default_factory=ArrowSpec,

@@ -126,7 +126,7 @@ class AutoscalerSetup:
             "model": "m",
             "instances": 3,
             "slo": {"ttft": "1s", "tpot": "100ms"},
-            "autoscaling": {"arrow": {"consecutiveTicks": 1}, **autoscaling},
+            "autoscaling": {"policy": "arrow", "arrow": {"consecutiveTicks": 1}, **autoscaling},
         }
         self.objects.the_service = await self.store.create(make_object(PDService, "chat", spec))
         roles = {"chat-0": "Prefill", "chat-1": "Prefill", "chat-2": "Decode"}

@@ -38,13 +38,13 @@ def test_what_ran_is_compared_with_policies_splits_and_instances(
     assert lines[0].startswith("chat: 30 requests in 29s, 1.03/s, mean prompt 114 and mean answer 11 tokens")
     rows = [line.split() for line in lines if line.startswith(("arrow", "balanced", "static"))]
     assert [(row[0].partition(":")[0], row[1]) for row in rows] == [
-        ("arrow", "5"),
         ("balanced", "5"),
-        ("static", "5"),
         ("arrow", "5"),
-        ("arrow", "4"),
-        ("arrow", "6"),
-        ("arrow", "7"),
+        ("static", "5"),
+        ("balanced", "5"),
+        ("balanced", "4"),
+        ("balanced", "6"),
+        ("balanced", "7"),
     ]
     assert [row[0].partition("+")[2] for row in rows[:4]] == ["", "", "", "nodeflect"]
     assert rows[0][2:] == ["100.0", "as", "it", "ran"]
