@@ -346,7 +346,7 @@ def _service(namespace: str) -> PDService:
         "model": "m",
         "instances": INSTANCES_MIN + 1,
         "roles": floors,
-        "autoscaling": {"flip": {"prefillToDecodeCooldown": "1ms"}},
+        "autoscaling": {"policy": "arrow", "flip": {"prefillToDecodeCooldown": "1ms"}},
     }
     return PDService.model_validate(
         {"kind": "PDService", "metadata": {"name": "chat", "namespace": namespace}, "spec": spec}

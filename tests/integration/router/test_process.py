@@ -106,14 +106,12 @@ async def service(tmp_path: Path, engines: dict[str, Server]) -> AsyncIterator[R
     """A service of the three engines: the first has the prefill role, the others decode."""
     store, path, token = MemoryStore(SystemClock()), tmp_path / "store.sock", tmp_path / "token"
     token.write_text(TOKEN)
-    await store.create(make_object(PDService, "s", {"model": MODEL, "instances": 3}))
+    autoscaling = {"policy": "arrow"}  # the one that the router may ask for a flip
+    spec = {"model": MODEL, "instances": 3, "autoscaling": autoscaling}
+    await store.create(make_object(PDService, "s", spec))
     for name, engine in engines.items():
-        spec = {
-            "service": "s",
-            "pool": "s-flex",
-            "model": MODEL,
-            "engine": {"type": "Simulated", "profile": "laptop"},
-        }
+        engine_spec = {"type": "Simulated", "profile": "laptop"}
+        spec = {"service": "s", "pool": "s-flex", "model": MODEL, "engine": engine_spec}
         await store.create(make_object(PDInstance, name, spec))
         status = {"phase": "Serving", "endpoint": f"127.0.0.1:{engine.port}", "identity": IDENTITY}
         await store.patch_status(PDInstance, name, status, namespace="default")

@@ -7,18 +7,20 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from structlog.testing import capture_logs
 
 from fulcrum_cli.local.cores import use_all_cores
 
 BOUND = """
 import os, signal, threading
+open("/proc/self/comm", "wb").write(b"n\\xff) 1")
 os.sched_setaffinity(0, [max(os.sched_getaffinity(0))])
 if os.fork():
     threading.Thread(target=signal.pause).start()
     print("bound", flush=True)
 signal.pause()
 """
-"""A program with two threads and a child process, all bound to the last core."""
+"""A program with an odd name, two threads and a child process, all bound to the last core."""
 
 
 @pytest.fixture
@@ -48,6 +50,13 @@ def test_all_threads_of_a_session_may_use_all_cores(program: subprocess.Popen[st
     assert read_cores(program.pid) == [ours] * 3
 
 
-def test_a_session_that_has_ended_is_no_error() -> None:
-    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], check=True, stdout=-1)
-    use_all_cores(int(ended.stdout))
+def test_a_thread_that_cannot_be_changed_is_no_error(
+    program: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_thread: int, _cores: set[int]) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    with capture_logs() as logs:
+        use_all_cores(program.pid)
+    assert [(entry["event"], entry["count"]) for entry in logs] == [("threads stay bound to cores", 3)]
