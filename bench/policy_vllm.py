@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from bench.vllm_load import MeasuredLoad, measure_load, run_vllm_service
+from bench.vllm_load import MeasuredLoad, lower_engines, measure_load, run_vllm_service
 from fulcrum_cli.assignment.writes import flip_instance
 from fulcrum_cli.play.recorder import Recorder
 from fulcrum_core.api import PDAssignment, PDService
 from fulcrum_core.values import AutoscalingMode, FlipPolicy, Role, Slo
 from fulcrum_simulator.workload import WorkloadRequest
-from tests.engines.loads import LARGER_MODEL, Sender, draw_burst, draw_load, measure_rate_rps, send_load
+from tests.engines.loads import Sender, draw_burst, draw_load, measure_rate_rps, send_load
 from tests.engines.services import NAMESPACE, RunningService, VllmService, build_manifest
 
 SERVICE, INSTANCES = "chat", 3
@@ -48,7 +48,9 @@ NO_DEFLECTION = Slo(ttft_s=60.0, tpot_s=0.001)
 """Objectives with which decode computes no prompts, while the rates are measured."""
 BURST = 60
 """Requests by which the rate of one engine is measured."""
-ENGINE_ARGS = (*LARGER_MODEL, "--kv-cache-memory-bytes", str(256 * 2**20))
+MODEL = ("--load-format", "dummy", "--hf-overrides", '{"num_hidden_layers": 36}')
+"""Random weights, so many that engines need the processors and not the programs around them."""
+ENGINE_ARGS = (*MODEL, "--kv-cache-memory-bytes", str(768 * 2**20))
 FLIPS_SEEN_EACH_S = 0.2
 
 
@@ -236,6 +238,7 @@ async def measure_all(
     running: RunningService, *, seeds: int, period_s: float, periods: int
 ) -> list[list[Run]]:
     """Send the load of each seed with each way to set the roles."""
+    await lower_engines(running)
     async with running.connect() as service:
         calibration = await calibrate(service, running)
         found = []

@@ -7,6 +7,7 @@ goes on where it was.
 """
 
 import json
+import math
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -41,6 +42,8 @@ class Workload:
     ttft: float = 3.0
     near: float = 1.0
     """Factor near which the rates of good policies lie: a run far above it costs the most time."""
+    part: Sequence[float] = (0.0, math.inf)
+    """The seconds of a trace that count, from and to."""
 
 
 class Run(NamedTuple):
@@ -135,7 +138,9 @@ def make_load(workload: Workload, traces: Path | None) -> Load:
     if traces is None:
         raise SystemExit(f"{workload.name} is a trace: name its folder by --traces")
     recorded, _ = leave_out_overlong(load_trace(traces / workload.name).requests, profile)
-    return RecordedLoad(workload.name, recorded)
+    first_s, last_s = workload.part
+    part = [request for request in recorded if first_s <= request.arrival_s < last_s]
+    return RecordedLoad(workload.name, [replace(r, arrival_s=r.arrival_s - first_s) for r in part])
 
 
 def make_options(workload: Workload, policy: str) -> RunOptions:

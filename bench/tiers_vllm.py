@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from bench.vllm_load import MeasuredLoad, measure_load, run_vllm_service
+from bench.vllm_load import MeasuredLoad, lower_engines, measure_load, run_vllm_service
 from fulcrum_core.values import Slo
 from fulcrum_simulator.client import Latencies, summarize_latencies
 from fulcrum_simulator.workload import WorkloadRequest
@@ -77,6 +77,7 @@ async def measure_capacity_rps(service: RunningService, seed: int) -> float:
 
 async def measure_rounds(service: RunningService, *, seed: int, rounds: int, seconds: float) -> list[Round]:
     """Measure premium alone and in the flood, in turn."""
+    await lower_engines(service)
     capacity_rps = await measure_capacity_rps(service, seed)
     print(f"the service serves {capacity_rps:.1f} requests/s", flush=True)
     senders = [
