@@ -176,8 +176,8 @@ def _work() -> list[Panel]:
             [largest("router_serving_instances", "role")],
         ),
         lines(
-            "Load by role",
-            "Of policy arrow. 1: the objective is just met. Above it the autoscaler flips, or holds; the "
+            "Load by role (policy arrow)",
+            "1: the objective is just met. Above it the autoscaler flips, or holds; the "
             "dashboard Autoscaler shows the reason, and the forecasts of policy balanced.",
             [largest("autoscaler_load_ratio", "role")],
             limit=1.0,

@@ -98,7 +98,7 @@ class SimulatedInstance:
         self._sharing: list[DecodeEntry | None] = []
         """Entries of the requests that got a token in the last step, and that share the count."""
         self._is_sharing_known = False
-        """Whether these are still the requests that decode, if their number is the same."""
+        """False after an event or an abort: the list must be made anew."""
         self._step_end: ScheduledAction | None = None
         self._lease_timer: ScheduledAction | None = None
         self.egress, self.ingress = LinkEnd(), LinkEnd()
@@ -151,7 +151,8 @@ class SimulatedInstance:
     def _count_tokens(self, ids: Sequence[str], count: int) -> None:
         """Add so many tokens to each of these requests.
 
-        They are the same ones from step to step, until one of them begins, ends or is preempted.
+        They are the same ones from step to step, until one of them begins, ends, is aborted or is preempted.
+        One whose prompt is cached may join without an event: then there is one more.
         """
         if not self._is_sharing_known or len(ids) != len(self._sharing):
             self._end_sharing()

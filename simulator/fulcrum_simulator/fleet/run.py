@@ -309,7 +309,7 @@ class _Simulation:
         self._unfinished[number] = record
         if number % 256 == 0:
             self._on_progress(number / len(self._workload))
-            if self._misses_max < self._scored:
+            if self._misses_max < self._scored:  # else no attainment is asked for
                 self._is_lost = self._misses + self._count_late() > self._misses_max
         self._router.serve(record, number, partial(self._end, number))
         self._schedule_arrival()

@@ -67,7 +67,9 @@ _COMMON_ENV = {
 _CPU_ENV = {
     # Run the model in the engine process: the queue of the default executor busy-waits on every core.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the default pins every instance to the same core
+    # The default binds every instance to the same core. The NIXL connector does so anyway, which only a local
+    # run can undo (`fulcrum_cli.local.cores`).
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
 
