@@ -204,6 +204,7 @@ class SimulatedRouter:
             prediction_error=None,
             local_prefills=0,
             tiers=(),
+            demand=self._journeys.context.demand.snapshot(),
         )
 
     async def wait_for_flip_request(self, *, after: int, timeout_s: float) -> FlipRequest | None:
@@ -228,6 +229,10 @@ class SimulatedRouter:
             legs=ledger.legs,
             pending_transfers=ledger.pending_transfers,
             itl_s=instance.itl_s,
+            reserved_tokens=ledger.reserved_tokens,
+            kv_capacity_tokens=instance.kv_capacity_tokens,
+            itl_intercept_s=instance.decode_model.intercept,
+            itl_slope_s=instance.decode_model.slope,
             missed_probes=instance.missed_probes,
         )
 

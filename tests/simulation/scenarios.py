@@ -37,7 +37,9 @@ _LONG_ANSWERS = DECODE_HEAVY.scaled(input=0.2, output=0.4)
 _LIGHT_CHAT = CHAT.scaled(input=0.2, output=0.3)
 
 
-def service_spec(mode: str = "Auto", *, floor: int = 1, dispatch: str = "Queue") -> dict[str, Any]:
+def service_spec(
+    mode: str = "Auto", *, floor: int = 1, dispatch: str = "Queue", policy: str = "arrow"
+) -> dict[str, Any]:
     """Return the spec of a service of eight laptop engines, with thresholds that fit their minimum step time
     of 18 ms.
     """
@@ -50,18 +52,18 @@ def service_spec(mode: str = "Auto", *, floor: int = 1, dispatch: str = "Queue")
         "roles": {"prefill": {"min": floor}, "decode": {"min": floor}},
         "autoscaling": {
             "mode": mode,
-            "policy": "arrow",
+            "policy": policy,
             "arrow": {"expand": 0.9, "shrink": 0.6, "consecutiveTicks": 2, "interval": "500ms"},
             "flip": {"prefillToDecodeCooldown": "1s"},
         },
     }
 
 
-def moving_scenario(seed: int, mode: str, dispatch: str = "Queue") -> Scenario:
+def moving_scenario(seed: int, mode: str, dispatch: str = "Queue", policy: str = "arrow") -> Scenario:
     """Long prompts and long outputs alternate every 12 s; each overloads half of the instances."""
     periods = (MixPeriod(_LONG_PROMPTS, 15, 12), MixPeriod(_LONG_ANSWERS, 13, 12))
     load = _shift_arrivals(generate_moving(periods=periods, duration_s=48, seed=seed), LOAD_START_S)
-    return Scenario(seed=seed, load=load, end_s=50, spec=service_spec(mode, dispatch=dispatch))
+    return Scenario(seed=seed, load=load, end_s=50, spec=service_spec(mode, dispatch=dispatch, policy=policy))
 
 
 def steady_scenario(seed: int) -> Scenario:
@@ -72,7 +74,7 @@ def steady_scenario(seed: int) -> Scenario:
     return Scenario(seed=seed, load=load, end_s=42, spec=service_spec())
 
 
-def faulty_scenario(seed: int, dispatch: str = "Queue") -> Scenario:
+def faulty_scenario(seed: int, dispatch: str = "Queue", policy: str = "arrow") -> Scenario:
     """A dozen faults in the first `FAULTS_END_S` seconds under a moving load, then a steady load without
     faults.
     """
@@ -84,7 +86,7 @@ def faulty_scenario(seed: int, dispatch: str = "Queue") -> Scenario:
         seed=seed,
         load=(*_shift_arrivals(heavy, LOAD_START_S), *_shift_arrivals(light, FAULTS_END_S)),
         end_s=FAULTS_END_S + 15,
-        spec=service_spec(floor=2, dispatch=dispatch),
+        spec=service_spec(floor=2, dispatch=dispatch, policy=policy),
         faults=tuple(_draw_fault(rng) for _ in range(12)),
     )
 

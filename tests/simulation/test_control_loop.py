@@ -23,8 +23,9 @@ from tests.simulation.scenarios import (
     steady_scenario,
 )
 
-faulty_result = cache(lambda seed: simulate(faulty_scenario(seed)))
-moving_result = cache(lambda seed, mode: simulate(moving_scenario(seed, mode)))
+POLICIES = ["arrow", "balanced"]
+faulty_result = cache(lambda seed, policy="arrow": simulate(faulty_scenario(seed, policy=policy)))
+moving_result = cache(lambda seed, mode, policy="arrow": simulate(moving_scenario(seed, mode, policy=policy)))
 
 
 def seeds(count: int) -> list[int]:
@@ -33,10 +34,11 @@ def seeds(count: int) -> list[int]:
     return [int(given)] if given else list(range(1, count + 1))
 
 
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", seeds(6))
-def test_faults_violate_no_safety_check_and_the_service_recovers(seed: int) -> None:
+def test_faults_violate_no_safety_check_and_the_service_recovers(seed: int, policy: str) -> None:
     print(f"FULCRUM_SEED={seed}")
-    result = faulty_result(seed)
+    result = faulty_result(seed, policy)
     assert violations(result, *SAFETY, *LIVENESS) == []
     outcomes = {record.outcome for record in result.requests}
     assert outcomes <= {"ok", "broken"}, "a request failed before its first token"
@@ -81,8 +83,9 @@ def _check_clean(result: SimulationResult) -> SimulationResult:
     return result
 
 
-def test_a_moving_mix_causes_flips_to_both_roles() -> None:
-    flips = moving_result(seeds(1)[0], "Auto").flips()
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_moving_mix_causes_flips_to_both_roles(policy: str) -> None:
+    flips = moving_result(seeds(1)[0], "Auto", policy).flips()
     assert min(sum(flip["to"] == role for flip in flips) for role in ("Prefill", "Decode")) >= 2
 
 
