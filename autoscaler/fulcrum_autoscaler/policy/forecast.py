@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fulcrum_core.router_state import DemandState, RouterState
 
-REQUESTS_MIN = 20
+REQUESTS_MIN = 40
 """Arrivals from which the rates are computed, if the last `SPAN_MAX_S` had as many."""
 SPAN_MAX_S = 30.0
 SAMPLES_MAX = 64
