@@ -35,7 +35,7 @@ def seeds(count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_faults_violate_no_safety_check_and_the_service_recovers(seed: int, policy: str) -> None:
     print(f"FULCRUM_SEED={seed}")
     result = faulty_result(seed, policy)
