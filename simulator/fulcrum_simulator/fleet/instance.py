@@ -246,14 +246,14 @@ class SimulatedInstance:
         self.advance()
         legs = self._legs
         events, continued = self.steps.finish()
-        if not events and continued:
-            self._count_tokens(continued, 1)
-        elif events:
+        if events:
             self._is_sharing_known = False
             for request_id in continued:
                 entry = legs[request_id].entry
                 if entry is not None:
                     entry.add_tokens(1)
+        elif continued:
+            self._count_tokens(continued, 1)
         for event in events:
             if isinstance(event, OutputToken):
                 leg = legs.get(event.request_id)

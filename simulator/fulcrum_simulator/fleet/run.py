@@ -117,8 +117,8 @@ class _Simulation:
         """Requests in flight by number, in the order of arrival."""
         first_s, last_s = workload[0].arrival_s, workload[-1].arrival_s
         self._first_scored_s = first_s + options.unscored_share * (last_s - first_s)
-        self._scored = sum(request.arrival_s >= self._first_scored_s for request in workload)
-        self._misses_max = (1.0 - attainment_min) * self._scored
+        scored = sum(request.arrival_s >= self._first_scored_s for request in workload)
+        self._misses_max, self._has_goal = (1.0 - attainment_min) * scored, attainment_min > 0.0
         self._misses = 0
         """Scored requests that have ended without meeting the SLO."""
         self._is_lost = False
@@ -309,7 +309,7 @@ class _Simulation:
         self._unfinished[number] = record
         if number % 256 == 0:
             self._on_progress(number / len(self._workload))
-            if self._misses_max < self._scored:  # else no attainment is asked for
+            if self._has_goal:
                 self._is_lost = self._misses + self._count_late() > self._misses_max
         self._router.serve(record, number, partial(self._end, number))
         self._schedule_arrival()
