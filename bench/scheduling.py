@@ -31,7 +31,7 @@ from bench.scheduling_runs import (
     BEST_STATIC,
     INSTANCES,
     PROFILE,
-    TPOT_S,
+    SLO,
     Measured,
     Task,
     Workload,
@@ -44,7 +44,6 @@ from bench.scheduling_runs import (
 from bench.simulation import measure_recorded
 from fulcrum_cli.terminal.output import format_columns
 from fulcrum_core.profiles import load_profile
-from fulcrum_core.values import Slo
 from fulcrum_simulator.bounds import (
     UniformFleet,
     compute_fluid_rate,
@@ -159,7 +158,7 @@ def make_bound_figures(
     figures = []
     profile = load_profile(PROFILE)
     for workload in workloads:
-        fleet = UniformFleet(INSTANCES, profile, Slo(workload.ttft, TPOT_S))
+        fleet = UniformFleet(INSTANCES, profile, SLO)
         load = make_load(workload, traces)
         requests = (
             load.requests if isinstance(load, RecordedLoad) else load.prepare(1.0, slo=fleet.slo, seed=1)

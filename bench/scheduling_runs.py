@@ -23,7 +23,7 @@ from fulcrum_simulator.fleet.report import build_report
 from fulcrum_simulator.fleet.run import simulate
 from fulcrum_simulator.workload import COMPOSED, load_trace
 
-INSTANCES, PROFILE, TPOT_S = 8, "l70-h100-tp4", 0.1
+INSTANCES, PROFILE, SLO = 8, "l70-h100-tp4", Slo(ttft_s=3.0, tpot_s=0.1)
 BEST_STATIC = "static:best"
 """With a suffix for the dispatch, as other policies."""
 STRIDE_FAR, STRIDE_NEAR = 4, 1
@@ -39,7 +39,6 @@ class Workload:
     use: str
     moving: bool
     smooth: bool
-    ttft: float = 3.0
     near: float = 1.0
     """Factor near which the rates of good policies lie: a run far above it costs the most time."""
     part: Sequence[float] = (0.0, math.inf)
@@ -143,13 +142,13 @@ def make_load(workload: Workload, traces: Path | None) -> Load:
     return RecordedLoad(workload.name, [replace(r, arrival_s=r.arrival_s - first_s) for r in part])
 
 
-def make_options(workload: Workload, policy: str) -> RunOptions:
+def make_options(policy: str) -> RunOptions:
     """Return the options of a run."""
     return RunOptions(
         profile=load_profile(PROFILE),
         instances=INSTANCES,
         policy=parse_policy(policy, instances=INSTANCES),
-        slo=Slo(workload.ttft, TPOT_S),
+        slo=SLO,
     )
 
 
@@ -234,8 +233,7 @@ class _Search:
         return best, first if place is None else place
 
     def _guess_prefill(self, place: int) -> int:
-        workload = self._task.workload
-        fleet = UniformFleet(INSTANCES, load_profile(PROFILE), Slo(workload.ttft, TPOT_S))
+        fleet = UniformFleet(INSTANCES, load_profile(PROFILE), SLO)
         arrivals = self._load.prepare(self._factor(place), slo=fleet.slo, seed=1)
         return find_best_fixed_split(arrivals, fleet).prefill
 
@@ -246,7 +244,7 @@ class _Search:
         known = self._store.find(key)
         if known is not None and known.meets(bar) is not None:
             return known
-        options = replace(make_options(self._task.workload, policy), seed=seed)
+        options = replace(make_options(policy), seed=seed)
         arrivals = self._load.prepare(factor, slo=options.slo, seed=seed)
         result = simulate(arrivals, options, attainment_min=bar)
         report = build_report(result)
