@@ -2,20 +2,22 @@
 
     python bench/policy_vllm.py [--seeds N] [--period SECONDS] [--periods N]
 
-Runs a local service with three engines, and measures how many long prompts one prefill engine computes a
-second, and how many long answers one decode engine gives. The load has both all the time, and changes its
-mix each period: prompts at 1.1 times and answers at 0.3 times that rate, then the other way round. So each
-split has one engine too few half of the time, and no decode instance is without answers that a prompt would
-delay. The objectives are five times the TTFT of a lone prompt and three times the TPOT of a decode engine
-with half of its load. For each seed, requests with the same arrivals and lengths, but other texts (so that
-no prefix cache helps), are sent with mode Auto and with each fixed split, in an order that rotates with the
-seed. Prints SLO attainment, flips and failures. Exit code 1 if, in the median of the seeds, Auto is not
-above every fixed split, if it never flipped in one of the directions, or if a request failed. Needs `make
+Runs a local service with three engines, each with its own share of a processor (`processor_shares`, which
+needs root): otherwise they would share the machine, and a second prefill engine would add nothing. Measures
+how many long prompts one prefill engine computes a second, and how many long answers one decode engine
+gives. The load has both all the time, and changes its mix each period: prompts at 1.35 times and answers at
+0.25 times that rate, then the other way round. So each split has one engine too few half of the time. The
+objectives are five times the TTFT of a lone prompt, and 2.5 times the TPOT of a decode engine with half of
+its load. For each seed, requests with the same arrivals and lengths, but other texts (so that no prefix
+cache helps), are sent with mode Auto and with each fixed split, in an order that rotates with the seed.
+Prints SLO attainment, flips and failures. Exit code 1 if, in the median of the seeds, Auto is not above
+every fixed split, if it never flipped in one of the directions, or if a request failed. Needs `make
 engine`. A run during which other programs used the processors, or the load was late, does not count.
 """
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -23,8 +25,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from bench.processor_shares import ProcessorShares, processor_shares
 from bench.vllm_load import MeasuredLoad, lower_engines, measure_load, run_vllm_service
 from fulcrum_cli.assignment.writes import flip_instance
+from fulcrum_cli.local.cores import list_threads
 from fulcrum_cli.play.recorder import Recorder
 from fulcrum_core.api import PDAssignment, PDService
 from fulcrum_core.values import AutoscalingMode, FlipPolicy, Role, Slo
@@ -37,20 +41,24 @@ AUTO, SPLITS = "Auto", {"1P2D": 1, "2P1D": 2}
 """Prefill instances of each fixed split."""
 Ranges = tuple[tuple[int, int], tuple[int, int]]
 PROMPTS: Ranges = ((700, 1300), (2, 6))
-ANSWERS: Ranges = ((16, 48), (150, 350))
+ANSWERS: Ranges = ((16, 48), (100, 250))
 """Ranges of prompt and output tokens of the two mixes."""
-SHARES = (1.1, 0.3), (0.3, 1.1)
+SHARES = (1.35, 0.25), (0.25, 1.35)
 """Rates of prompts and of answers in turn, as shares of what one engine serves."""
-TTFT_FACTOR, TPOT_FACTOR = 5.0, 3.0
+TTFT_FACTOR, TPOT_FACTOR = 5.0, 2.5
 LONE_PROMPTS, PROBE_S, PROBE_LOAD = 9, 15.0, 0.5
 """Prompts, and seconds and load of answers, by which the objectives are measured."""
 NO_DEFLECTION = Slo(ttft_s=60.0, tpot_s=0.001)
 """Objectives with which decode computes no prompts, while the rates are measured."""
 BURST = 60
 """Requests by which the rate of one engine is measured."""
-MODEL = ("--load-format", "dummy", "--hf-overrides", '{"num_hidden_layers": 36}')
-"""Random weights, so many that engines need the processors and not the programs around them."""
-ENGINE_ARGS = (*MODEL, "--kv-cache-memory-bytes", str(768 * 2**20))
+MODEL = ("--load-format", "dummy", "--hf-overrides", '{"num_hidden_layers": 6}')
+"""Random weights, so many that the steps take longer than the programs around them."""
+BATCH_MAX = 128
+"""vLLM's default on CPUs is 16: a batch would be full long before its tokens were late."""
+ENGINE_ARGS = (*MODEL, "--kv-cache-memory-bytes", str(768 * 2**20), "--max-num-seqs", str(BATCH_MAX))
+ENGINE_SHARE = 0.45
+"""Share of one processor that an engine has."""
 FLIPS_SEEN_EACH_S = 0.2
 
 
@@ -235,11 +243,14 @@ def draw_moving(
 
 
 async def measure_all(
-    running: RunningService, *, seeds: int, period_s: float, periods: int
+    running: RunningService, shares: ProcessorShares, *, seeds: int, period_s: float, periods: int
 ) -> list[list[Run]]:
     """Send the load of each seed with each way to set the roles."""
     await lower_engines(running)
     async with running.connect() as service:
+        for name in await service.list_instances():
+            threads = list_threads(os.getsid(await service.find_leader_pid(name)))
+            shares.limit(name, threads, ENGINE_SHARE)
         calibration = await calibrate(service, running)
         found = []
         for seed in range(1, seeds + 1):
@@ -282,11 +293,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--period", type=float, default=20.0, metavar="SECONDS")
+    parser.add_argument("--period", type=float, default=30.0, metavar="SECONDS")
     parser.add_argument("--periods", type=int, default=4)
     given = parser.parse_args()
-    with run_vllm_service(build_service()) as service:
-        measuring = measure_all(service, seeds=given.seeds, period_s=given.period, periods=given.periods)
+    with processor_shares() as shares, run_vllm_service(build_service()) as service:
+        measuring = measure_all(
+            service, shares, seeds=given.seeds, period_s=given.period, periods=given.periods
+        )
         found = asyncio.run(measuring)
     return 0 if judge(found) else 1
 
