@@ -22,23 +22,23 @@ instance, and again while it waits. `Ledger.deflect` then remembers when the dec
 """
 
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from fulcrum_core.deflection import STALL_MAX, TPOT_SHARE, find_stalls_max_s
 from fulcrum_core.values import Role
 from fulcrum_router.policy.candidates import InstanceView
 from fulcrum_router.policy.work import Work
 
-KV_FULL = 0.9
+KV_FULL: Final = 0.9
 """Share of the KV cache that may be used with the prompt: decodes grow."""
-RECOVERY_MAX_S = 60.0
+RECOVERY_MAX_S: Final = 60.0
 """Longest time to catch up: until then, the instance takes no other prompt. What stalls may take is
 50 s with answers of 5,000 tokens and 50 ms."""
-AHEAD_S = 1.0
+AHEAD_S: Final = 1.0
 """Time before an instance has caught up from which it gets the next prompt."""
-MIXED_FACTOR = 1.1
+MIXED_FACTOR: Final = 1.1
 """Time of a prompt among decodes, as a multiple of its time alone (Splitwise)."""
-RISK_SHARE = 1 / 3
+RISK_SHARE: Final = 1 / 3
 """Share of the TTFT objective before its end in which a prompt is at risk. On mixes of 200 s, 1.5 times, mode
 Queue, seed 1: 90.7 % of the requests within the SLO with 0, 94.7 with 1/3, 94.2 with 2/3, 91.0 without any
 deflection."""

@@ -29,7 +29,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from fulcrum_core.formatting import format_count
 from fulcrum_core.values import Role, Slo
@@ -84,19 +84,23 @@ DispatchDecision = Dispatch | FlipProposal | NoInstance
 
 Cost = tuple[float, float, int, str]
 """A cost pair, followed by the tie-breakers: decode legs in flight, and the instance's name."""
+UnnamedCost = tuple[float, float, int]
+"""Without the name, which only the few that may be the cheapest are asked for."""
 
-_PREFILL, _DECODE = Role.PREFILL, Role.DECODE  # an attribute of an enum is slow to read
-_WITHIN_SLO, _PREFILLED_HERE = DispatchReason.WITHIN_SLO, DispatchReason.PREFILLED_HERE
+_PREFILL: Final = Role.PREFILL  # an attribute of an enum is slow to read
+_DECODE: Final = Role.DECODE
+_WITHIN_SLO: Final = DispatchReason.WITHIN_SLO
+_PREFILLED_HERE: Final = DispatchReason.PREFILLED_HERE
 
 
-FAILED_LEG_S = 1.0
+FAILED_LEG_S: Final = 1.0
 """Time that a failed leg costs its request: an engine that fails fast must not look like one without work."""
-KV_FULL = 0.95
+KV_FULL: Final = 0.95
 """Share of the KV cache above which a request waits in the engine for room."""
-KV_TURNOVER_S = 10.0
+KV_TURNOVER_S: Final = 10.0
 """Rough time in which an engine frees as many tokens as its KV cache holds. It ranks full instances by how
 full they are, and lets a full one rank behind one with some prefill work."""
-_UNKNOWN_COST = math.inf
+_UNKNOWN_COST: Final = math.inf
 """Replaces a NaN cost (the only value that differs from itself): NaN cannot be ordered, so it ranks last."""
 
 
@@ -292,16 +296,16 @@ def _find_cheapest_prefill(
             continue
         count += 1
         computed = max(0, tokens - cached.get(instance.name, 0)) if cached else tokens
-        first, second, legs, name = _compute_prefill_cost(instance, computed, now_s)
+        first, second, legs = _compute_prefill_cost(instance, computed, now_s)
         if delays:
-            second += _compute_delay(delays, name, tokens)
+            second += _compute_delay(delays, instance.name, tokens)
         if second < soonest_s:
             soonest_s = second
         if second + start_s > bound_s or first > least_first:
             continue
         if first == least_first and second > least_second:
             continue
-        cost = (first, second, legs, name)
+        cost = (first, second, legs, instance.name)
         if best is None or cost < best:
             best, least_first, least_second = cost, first, second
     return count, best, soonest_s
@@ -326,12 +330,12 @@ def _find_cheapest_decode(
         if excluded and instance.name in excluded:
             continue
         count += 1
-        first, second, legs, name = compute_decode_cost(instance, tokens, tpot_s, now_s)
+        first, second, legs = compute_decode_cost(instance, tokens, tpot_s, now_s)
         if pairs is not None:
-            first += _compute_transfer_delay_s(name, pairs, tokens, now_s)
+            first += _compute_transfer_delay_s(instance.name, pairs, tokens, now_s)
         if first > least_first or (first == least_first and second > least_second):
             continue
-        cost = (first, second, legs, name)
+        cost = (first, second, legs, instance.name)
         if best is None or cost < best:
             best = cost
         if second <= 0.0 and (within is None or cost < within):
@@ -339,7 +343,7 @@ def _find_cheapest_decode(
     return count, best, within
 
 
-def _compute_prefill_cost(instance: InstanceView, tokens: int, now_s: float) -> Cost:
+def _compute_prefill_cost(instance: InstanceView, tokens: int, now_s: float) -> UnnamedCost:
     ledger = instance.ledger
     batch, model = ledger.decode_tokens, instance.prefill_model
     seconds = model.c0 + (model.c1 + model.c2 * tokens) * tokens  # T(n); a call would cost a fifth of all
@@ -350,10 +354,10 @@ def _compute_prefill_cost(instance: InstanceView, tokens: int, now_s: float) -> 
     other_s = FAILED_LEG_S * instance.error_share
     if batch:
         other_s += instance.decode_model.itl_s(batch)
-    return (other_s, seconds, ledger.decode_legs, instance.name)
+    return (other_s, seconds, ledger.decode_legs)
 
 
-def compute_decode_cost(instance: InstanceView, tokens: int, tpot_s: float, now_s: float) -> Cost:
+def compute_decode_cost(instance: InstanceView, tokens: int, tpot_s: float, now_s: float) -> UnnamedCost:
     """Compute the cost of decode; the second part is at most 0 if the instance passes the SLO check."""
     ledger, model = instance.ledger, instance.decode_model
     batch = ledger.decode_tokens + ledger.reserved_tokens + tokens
@@ -369,7 +373,7 @@ def compute_decode_cost(instance: InstanceView, tokens: int, tpot_s: float, now_
         prefill_s += room_s
         if excess_s < room_s:
             excess_s = room_s
-    return (prefill_s, excess_s, ledger.decode_legs, instance.name)
+    return (prefill_s, excess_s, ledger.decode_legs)
 
 
 def _predict_decode_start_s(instance: InstanceView, tokens: int, now_s: float) -> float:

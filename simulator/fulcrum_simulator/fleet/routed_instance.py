@@ -25,6 +25,7 @@ class RoutedInstance:
     __slots__ = (
         "_batch_tokens",
         "context_tokens",
+        "decode_model",
         "engine_read_at_s",
         "engine_requests",
         "engine_waiting",
@@ -39,6 +40,7 @@ class RoutedInstance:
         "ledger",
         "name",
         "on_cpu",
+        "prefill_model",
         "role",
         "serving",
     )
@@ -54,6 +56,8 @@ class RoutedInstance:
     ) -> None:
         self.learning = LearningInstance(prefill, decode)
         self.ledger = self.learning.ledger
+        self.prefill_model, self.decode_model = prefill, decode
+        """Those that are learned. Dispatch reads them for each request: a property would be slower."""
         instance.on_tokens = self.ledger.add_shared_tokens
         self.on_cpu = on_cpu
         self.instance, self.name, self.role = instance, instance.name, role
@@ -71,15 +75,12 @@ class RoutedInstance:
         """Requests that waited in the engine at the last probe, at `engine_read_at_s`."""
         self.engine_read_at_s = 0.0
 
-    @property
-    def prefill_model(self) -> PrefillModel:
-        """Predicts the time of a prompt; corrected by responses."""
-        return self.learning.prefill_model
-
-    @property
-    def decode_model(self) -> DecodeModel:
-        """Predicts the time of a decode step; corrected by probes."""
-        return self.learning.decode_model
+    def record_prefill(self, *, tokens: int, cached_tokens: int, computed_for_s: float | None) -> None:
+        """Learn from the response of a prefill leg; see `LearningInstance.record_prefill`."""
+        self.learning.record_prefill(
+            tokens=tokens, cached_tokens=cached_tokens, computed_for_s=computed_for_s
+        )
+        self.prefill_model = self.learning.prefill_model
 
     def probe(self, now_s: float) -> None:
         """Read the engine's counts and its inter-token latency of the last interval, and learn from it."""
@@ -100,6 +101,7 @@ class RoutedInstance:
         )
         if itl_s and before and now:
             self.learning.learn_decode(tokens=(before + now) // 2, itl_s=itl_s)
+            self.decode_model = self.learning.decode_model
 
     def report(self, now_s: float, *, waiting_s: float, decode_is_full: bool) -> InstanceState:
         """Return what the router reports of this instance at its state port.

@@ -341,7 +341,7 @@ class SimulatedRouter:
         record = self.find_record(leg)
         if record is not None:
             record.cached_tokens = cached_tokens
-        instance.learning.record_prefill(
+        instance.record_prefill(
             tokens=leg.request.prompt_tokens, cached_tokens=cached_tokens, computed_for_s=computed_for_s
         )
 

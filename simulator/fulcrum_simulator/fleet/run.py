@@ -43,7 +43,7 @@ Model = TypeVar("Model", PrefillModel, DecodeModel)
 ProgressFunction = Callable[[float], None]
 
 
-GC_THRESHOLD = 500_000
+GC_THRESHOLD = 2_000_000
 """Objects made and not freed after which the youngest are looked at; a request leaves some cycles."""
 
 

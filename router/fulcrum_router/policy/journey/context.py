@@ -57,6 +57,9 @@ RECLAIM_SHARE = 0.8
 longer ones. The rest is for wrong predictions, and for steps that take longer once the tier is back."""
 SHED_BACKOFF_S = 0.5
 """Seconds in which an instance that has shed a request gets none of those that wait."""
+INSTANCES_ASKED = 64
+"""Instances, at most, whose mean prediction is the work of a prompt in the demand: one in so many of a large
+fleet."""
 
 
 _ENFORCE = AdmissionMode.ENFORCE  # an attribute of an enum is slow to read
@@ -200,9 +203,10 @@ class JourneyContext(Generic[V]):
         """
         candidates = self.fleet.candidates
         eligible = candidates.prefill or candidates.decode
+        asked = eligible[:: 1 + len(eligible) // INSTANCES_ASKED]
         tokens, computed, prefill_s = work.prompt_tokens, work.least_computed, 0.0
-        for instance in eligible:
-            prefill_s += instance.prefill_model.ttft_s(computed) / len(eligible)
+        for instance in asked:
+            prefill_s += instance.prefill_model.ttft_s(computed) / len(asked)
         if prefill_s > work.slo.ttft_s:
             tokens, prefill_s = int(tokens * work.slo.ttft_s / prefill_s), work.slo.ttft_s
         if self.waiting_room.members and self.is_hopeless(work, own_s=prefill_s, eligible=len(eligible)):

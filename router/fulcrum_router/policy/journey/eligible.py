@@ -47,7 +47,7 @@ class EligibleInstances(JourneyRecord[V]):
             i.name
             for i in eligible
             if (i.ledger.prefill_queued_s >= ahead_s and i.ledger.remaining_s(now_s) >= ahead_s)
-            or shed_until_s.get(i.name, now_s) > now_s
+            or (shed_until_s and shed_until_s.get(i.name, now_s) > now_s)
         ]
         if full and self.work.cached_tokens:
             full = [name for name in full if not self._saves_the_wait(name, now_s)]
