@@ -1,25 +1,27 @@
 """Measures the steps of Llama models on one GPU with PyTorch, for `bench/gpu_profiles.py` to compare.
 
     python bench/gpu_steps.py --json FILE [--models NAME ...] [--quick]
+    python bench/gpu_steps.py --check
 
-vLLM is not needed; torch (2.5 or later) is. A model has the shapes of the real one and random weights. Of a
-model that shares its layers among several GPUs (tensor parallel), it measures the part of one GPU: without
-the sums over all GPUs. A step does what vLLM's does: embedding, attention with a KV cache, MLP, logits
-of the last token of each request, and the most likely next token. It runs as a CUDA graph.
+vLLM is not needed; torch (2.6 or later) is. A model has the shapes of the real one and random weights. Of a
+model on several GPUs (tensor parallel), it measures the part of one GPU, without all-reduce. A step embeds
+tokens, attends with a KV cache, and ends with the most likely next token of each request. It differs from
+vLLM's: the KV of a request is contiguous, KV heads are copied for the attention of a prompt, which is
+cuDNN's, and only norms, rotary positions and SiLU are fused. Each step is a CUDA graph.
 
-Measured are the curves of `fulcrum profile`, each point as the median of several steps: prompts that are
-computed alone, in chunks of at most 8,192 tokens; batches that only decode; and chunks of prompts in a step
-with decodes, of which the step without the chunk is subtracted. First of all, a small model must give the
-same logits in one prompt as in chunks and decode steps. Exit code 1 if it does not.
+Measured are the curves of `fulcrum profile`, each point as the mean of several steps in a row: prompts that
+are computed alone, in chunks of at most 8,192 tokens; batches that only decode; and chunks of prompts in a
+step with decodes, of which the step without the chunk is subtracted. First of all, a small model must give
+the same logits for one prompt at once, in chunks, and by a decode beside another prompt. `--check` does only
+this, without a GPU, too. Exit code 1 if the logits differ.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -34,9 +36,9 @@ CONTEXT_MIN, CONTEXT_MAX, CONTEXTS = 128, 16384, 5
 """Shortest and longest context of a batch, in tokens, and the number of contexts between them."""
 MIXED_BATCH, MIXED_CONTEXT, MIXED_CHUNKS = 128, 1024, (128, 512, 1024, 2048, 4096)
 STEPS, LONG_STEPS, WARM_UP_STEPS = 30, 8, 3
-"""Steps of which the median counts, those of long prompts, and steps before them."""
+"""Steps that are measured together, those of long prompts, and steps before them."""
 LOGITS_ERROR_MAX = 0.02
-"""Largest difference of logits, as a share of their size, in 16-bit arithmetic."""
+"""Largest difference of logits, as a share of their size, in 16-bit arithmetic; in 32 bits it is 1e-6."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +77,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one layer."""
+    """Weights of one layer. Those of the norms are 1."""
 
-    attention_norm: Tensor
     qkv: Tensor
     out: Tensor
-    mlp_norm: Tensor
     gate_up: Tensor
     down: Tensor
 
@@ -108,33 +108,29 @@ def gate(x: Tensor) -> Tensor:
 class Model:
     """A Llama model with random weights and a KV cache of `shape.kv_tokens` tokens per layer."""
 
-    def __init__(self, shape: Shape, device: str, dtype: torch.dtype, *, compiled: bool) -> None:
-        self.shape, self.device, self.dtype = shape, device, dtype
+    def __init__(self, shape: Shape, device: str) -> None:
+        on_gpu = device == "cuda"
+        self.shape, self.device = shape, device
+        self.dtype = torch.bfloat16 if on_gpu else torch.float32
         width = (shape.heads + 2 * shape.kv_heads) * shape.head
         self.embedding = self._draw(shape.vocabulary, shape.hidden)
         self.logits = self._draw(shape.vocabulary, shape.hidden)
-        self.norm = torch.ones(shape.hidden, device=device, dtype=dtype)
+        self.norm = torch.ones(shape.hidden, device=device, dtype=self.dtype)
         self.layers = [
             Layer(
-                attention_norm=self.norm,
                 qkv=self._draw(width, shape.hidden),
                 out=self._draw(shape.hidden, shape.heads * shape.head),
-                mlp_norm=self.norm,
                 gate_up=self._draw(2 * shape.mlp, shape.hidden),
                 down=self._draw(shape.hidden, shape.mlp),
             )
             for _ in range(shape.layers)
         ]
         size = (shape.layers, shape.kv_tokens, shape.kv_heads, shape.head)
-        self.keys, self.values = (torch.randn(size, device=device, dtype=dtype) for _ in range(2))
-        self._compile: Callable[[Any], Any] = (
-            (lambda function: torch.compile(function, dynamic=True))
-            if compiled
-            else (lambda function: function)
-        )
-        self._add_and_normalise, self._rotate, self._gate = map(
-            self._compile, (add_and_normalise, rotate, gate)
-        )
+        self.keys, self.values = (torch.randn(size, device=device, dtype=self.dtype) for _ in range(2))
+        fused = (add_and_normalise, rotate, gate)
+        if on_gpu:
+            fused = tuple(torch.compile(function, dynamic=True) for function in fused)
+        self._add_and_normalise, self._rotate, self._gate = fused
 
     def _draw(self, rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, device=self.device, dtype=self.dtype) * columns**-0.5
@@ -142,7 +138,8 @@ class Model:
     def run(self, step: Step, tokens: Tensor) -> Tensor:
         """Compute one step; return the logits of each decode and of the chunk's last token.
 
-        The prompt's KV is at the start of the cache, that of decode k at `context`·k. `tokens` has the last
+        The KV of decode k is at `context`·k in the cache. That of the prompt comes after all decodes, if
+        there is room, or overwrites theirs, which makes no difference to the time. `tokens` has the last
         token of each decode, then the chunk.
         """
         shape = self.shape
@@ -158,9 +155,9 @@ class Model:
         x = F.embedding(tokens, self.embedding)
         residual = torch.zeros_like(x)
         for number, layer in enumerate(self.layers):
-            x, residual = self._add_and_normalise(x, residual, layer.attention_norm)
+            x, residual = self._add_and_normalise(x, residual, self.norm)
             x = F.linear(self._attend(number, F.linear(x, layer.qkv), step, cos, sin), layer.out)
-            x, residual = self._add_and_normalise(x, residual, layer.mlp_norm)
+            x, residual = self._add_and_normalise(x, residual, self.norm)
             x = F.linear(self._gate(F.linear(x, layer.gate_up)), layer.down)
         if step.chunk:
             x, residual = (torch.cat((part[: step.decodes], part[-1:])) for part in (x, residual))
@@ -189,10 +186,15 @@ class Model:
         self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, step: Step
     ) -> Tensor:
         """Attend to the chunk itself, and to the prompt before it; their sums are then one softmax."""
-        keys[step.done : step.done + step.chunk], values[step.done : step.done + step.chunk] = k, v
+        end = step.done + step.chunk
+        first = step.decodes * step.context
+        if first + end > len(keys):
+            first = 0
+        keys[first + step.done : first + end], values[first + step.done : first + end] = k, v
         out, total = attend(q, k, v, causal=True)
         if step.done:
-            before, total_before = attend(q, keys[: step.done], values[: step.done], causal=False)
+            held = slice(first, first + step.done)
+            before, total_before = attend(q, keys[held], values[held], causal=False)
             out = out * torch.sigmoid(total - total_before) + before * torch.sigmoid(total_before - total)
         return out.to(q.dtype).squeeze(0).transpose(0, 1).reshape(step.chunk, -1)
 
@@ -209,19 +211,25 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Te
     return out, total.reshape(*out.shape[:-1], 1).to(torch.float32)
 
 
-def check_model(device: str, dtype: torch.dtype, *, compiled: bool) -> float:
-    """Return how far logits of a prompt in chunks, then a decode step, are from those of one whole prompt."""
-    model = Model(SMALL, device, dtype, compiled=compiled)
+def check_model(device: str) -> float:
+    """Return how far logits of a prompt in chunks, then of a decode, are from those of one whole prompt."""
+    model = Model(SMALL, device)
     tokens = torch.randint(SMALL.vocabulary, (97,), device=device)
     whole = model.run(Step(chunk=97), tokens)[-1].float()
-    model.run(Step(chunk=48), tokens[:48])
-    model.run(Step(chunk=48, done=48), tokens[48:96])
-    parts = model.run(Step(decodes=1, context=97), tokens[96:])[-1].float()
-    return float((parts - whole).norm() / whole.norm())
+    differences = []
+    for beside in (0, 60):  # tokens of another prompt in the step of the decode
+        model.keys.zero_()
+        model.values.zero_()
+        model.run(Step(chunk=48), tokens[:48])
+        model.run(Step(chunk=48, done=48), tokens[48:96])
+        others = torch.randint(SMALL.vocabulary, (beside,), device=device)
+        logits = model.run(Step(1, 97, beside), torch.cat((tokens[96:], others)))[0].float()
+        differences.append(float((logits - whole).norm() / whole.norm()))
+    return max(differences)
 
 
 def measure_step_s(model: Model, step: Step) -> float:
-    """Return the median seconds of a step, replayed as a CUDA graph."""
+    """Return the mean seconds of a step, replayed as a CUDA graph."""
     tokens = torch.randint(model.shape.vocabulary, (step.decodes + step.chunk,), device=model.device)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -232,18 +240,18 @@ def measure_step_s(model: Model, step: Step) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         model.run(step, tokens).argmax(-1)
-    seconds = []
-    for number in range(WARM_UP_STEPS + (LONG_STEPS if step.chunk > 2048 else STEPS)):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+    for _ in range(WARM_UP_STEPS):
         graph.replay()
-        end.record()
-        end.synchronize()
-        if number >= WARM_UP_STEPS:
-            seconds.append(start.elapsed_time(end) / 1000)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    steps = LONG_STEPS if step.chunk > 2048 else STEPS
+    start.record()
+    for _ in range(steps):  # one after the other: the start of a graph is hidden behind the one before
+        graph.replay()
+    end.record()
+    end.synchronize()
     del graph
     torch.cuda.empty_cache()
-    return float(median(seconds))
+    return float(start.elapsed_time(end)) / 1000 / steps
 
 
 def spread(first: int, last: int, count: int) -> list[int]:
@@ -251,19 +259,20 @@ def spread(first: int, last: int, count: int) -> list[int]:
     return sorted({round(first * (last / first) ** (index / (count - 1))) for index in range(count)})
 
 
-def measure_prompt_s(model: Model, tokens: int) -> float:
-    """Return the seconds of a prompt that is computed alone, in chunks of the token budget."""
+def measure_chunks(model: Model, tokens: int) -> list[float]:
+    """Return the seconds of each chunk of a prompt that is computed alone."""
     starts = range(0, tokens, TOKEN_BUDGET)
-    return sum(
-        measure_step_s(model, Step(chunk=min(TOKEN_BUDGET, tokens - done), done=done)) for done in starts
-    )
+    return [measure_step_s(model, Step(chunk=min(TOKEN_BUDGET, tokens - done), done=done)) for done in starts]
 
 
 def measure_model(name: str, *, quick: bool) -> dict[str, Any]:
-    """Measure all curves of one model; the lists are of tokens (or batch and context) and seconds."""
+    """Measure all curves of one model: lists of tokens (or batch and context) and seconds.
+
+    A prompt has the seconds of each of its chunks.
+    """
     shape = SHAPES[name]
-    model = Model(shape, "cuda", torch.bfloat16, compiled=True)
-    prefill = [(tokens, measure_prompt_s(model, tokens)) for tokens in PROMPTS[:: 3 if quick else 1]]
+    model = Model(shape, "cuda")
+    prefill = [(tokens, measure_chunks(model, tokens)) for tokens in PROMPTS[:: 3 if quick else 1]]
     decode: list[tuple[int, int, float]] = []
     for batch in BATCHES[:: 2 if quick else 1]:
         longest = min(CONTEXT_MAX, shape.kv_tokens // batch)
@@ -282,16 +291,19 @@ def print_model(name: str, measured: dict[str, Any]) -> None:
     """Print the curves in milliseconds."""
     print(f"{name}, one GPU of {measured['shape']['gpus']}")
     for curve in ("prefill", "decode", "mixed"):
-        points = " ".join(
-            f"{'x'.join(map(str, point[:-1]))}:{1000 * point[-1]:.2f}" for point in measured[curve]
-        )
-        print(f"  {curve} (tokens: ms) {points}", flush=True)
+        points = []
+        for *sizes, seconds in measured[curve]:
+            total_s = sum(seconds) if isinstance(seconds, list) else seconds
+            points.append(f"{'x'.join(map(str, sizes))}:{1000 * total_s:.2f}")
+        print(f"  {curve} (tokens: ms) {' '.join(points)}", flush=True)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where to write the curves")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--json", type=Path, metavar="FILE", help="where to write the curves")
+    what.add_argument("--check", action="store_true", help="only check the arithmetic")
     parser.add_argument("--models", nargs="*", choices=SHAPES, default=list(SHAPES), help="engine profiles")
     parser.add_argument("--quick", action="store_true", help="fewer points")
     return parser.parse_args(arguments)
@@ -300,23 +312,25 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def main() -> int:
     """Check the arithmetic, measure, print and write the curves."""
     arguments = parse_arguments()
-    if not torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    if not has_gpu and not arguments.check:
         print("error: torch sees no GPU", file=sys.stderr)
         return 1
     torch.manual_seed(1)
     with torch.inference_mode():
-        error = check_model("cuda", torch.bfloat16, compiled=True)
-        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; logits differ by {error:.2%}")
+        error = check_model("cuda" if has_gpu else "cpu")
+        device = torch.cuda.get_device_name() if has_gpu else "CPU"
+        print(f"{device}, torch {torch.__version__}; logits differ by {error:.1e} of their size")
         if not error <= LOGITS_ERROR_MAX:
-            print(f"error: logits may differ by {LOGITS_ERROR_MAX:.0%}", file=sys.stderr)
+            print(f"error: logits may differ by {LOGITS_ERROR_MAX:g} of their size", file=sys.stderr)
             return 1
-        models = {}
-        for name in arguments.models:
+        models: dict[str, Any] = {}
+        head = {"device": device, "torch": torch.__version__, "token_budget": TOKEN_BUDGET}
+        for name in () if arguments.check else arguments.models:
             models[name] = measure_model(name, quick=arguments.quick)
             print_model(name, models[name])
             torch.cuda.empty_cache()
-            document = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "models": models}
-            arguments.json.write_text(json.dumps(document))
+            arguments.json.write_text(json.dumps({**head, "models": models}) + "\n")
     return 0
 
 
