@@ -58,8 +58,8 @@ longer ones. The rest is for wrong predictions, and for steps that take longer o
 SHED_BACKOFF_S = 0.5
 """Seconds in which an instance that has shed a request gets none of those that wait."""
 INSTANCES_ASKED = 64
-"""Instances, at most, whose mean prediction is the work of a prompt in the demand: one in so many of a large
-fleet."""
+"""Largest number of instances whose predictions of a prompt are averaged for the demand. Larger fleets are
+sampled evenly, each request beginning with another instance."""
 
 
 _ENFORCE = AdmissionMode.ENFORCE  # an attribute of an enum is slow to read
@@ -120,6 +120,7 @@ class JourneyContext(Generic[V]):
     """Shared state of the journeys of one router."""
 
     __slots__ = (
+        "_first_asked",
         "admission",
         "decode_share",
         "deflects",
@@ -165,6 +166,7 @@ class JourneyContext(Generic[V]):
         self.starts = EngineStarts()
         """The engines that start: admission counts on them."""
         self.tier_reserve = TierReserve()
+        self._first_asked = 0
         self.shed_until_s: dict[str, float] = {}
         """Time until which an instance that has shed a request gets none of those that wait. An engine that
         sheds has no work, so that it would be the least loaded one.
@@ -203,7 +205,9 @@ class JourneyContext(Generic[V]):
         """
         candidates = self.fleet.candidates
         eligible = candidates.prefill or candidates.decode
-        asked = eligible[:: 1 + len(eligible) // INSTANCES_ASKED]
+        every = max(1, -(-len(eligible) // INSTANCES_ASKED))
+        self._first_asked += 1
+        asked = eligible[self._first_asked % every :: every]
         tokens, computed, prefill_s = work.prompt_tokens, work.least_computed, 0.0
         for instance in asked:
             prefill_s += instance.prefill_model.ttft_s(computed) / len(asked)

@@ -60,6 +60,17 @@ def test_the_prefill_work_of_an_arrival_is_the_mean_over_the_prefill_instances()
     assert context.demand.snapshot().prefill_s == 0.4
 
 
+def test_a_large_fleet_is_asked_in_turn_so_that_no_instance_is_forgotten() -> None:
+    """Of 128 instances, every second one is slow: one in two is asked for a request."""
+    instances = [instance(f"p{number:03}") for number in range(128)]
+    for number, each in enumerate(instances):
+        each.prefill_model = PrefillModel(c0=0.6 if number % 2 else 0.2, c1=0.0, c2=0.0)
+    context = JourneyContext(FakeFleet((*instances, instance("d1"))), TransferPairs())
+    for _ in range(2):
+        context.record_admitted(work(100), 0.0)
+    assert context.demand.snapshot().prefill_s == pytest.approx(0.6 + 0.2)
+
+
 def test_a_prompt_that_takes_longer_than_its_objective_counts_as_one_that_takes_as_long() -> None:
     context = JourneyContext(FakeFleet((instance("p1"), instance("d1"))), TransferPairs())
     Journey(context, work(2_000_000)).begin(0.0)
