@@ -85,7 +85,7 @@ DispatchDecision = Dispatch | FlipProposal | NoInstance
 Cost = tuple[float, float, int, str]
 """A cost pair, followed by the tie-breakers: decode legs in flight, and the instance's name."""
 UnnamedCost = tuple[float, float, int]
-"""Without the name, which only the few that may be the cheapest are asked for."""
+"""A cost without the name, which is read only of instances that may be the cheapest."""
 
 _PREFILL: Final = Role.PREFILL  # an attribute of an enum is slow to read
 _DECODE: Final = Role.DECODE
@@ -93,6 +93,7 @@ _WITHIN_SLO: Final = DispatchReason.WITHIN_SLO
 _PREFILLED_HERE: Final = DispatchReason.PREFILLED_HERE
 
 
+# `Final`: mypyc puts the values into the loops over all instances instead of looking them up by name.
 FAILED_LEG_S: Final = 1.0
 """Time that a failed leg costs its request: an engine that fails fast must not look like one without work."""
 KV_FULL: Final = 0.95

@@ -24,6 +24,7 @@ class RoutedInstance:
 
     __slots__ = (
         "_batch_tokens",
+        "_learning",
         "context_tokens",
         "decode_model",
         "engine_read_at_s",
@@ -36,7 +37,6 @@ class RoutedInstance:
         "kv_capacity_tokens",
         "kv_lease_s",
         "kv_usage",
-        "learning",
         "ledger",
         "name",
         "on_cpu",
@@ -54,10 +54,11 @@ class RoutedInstance:
         *,
         on_cpu: bool = False,
     ) -> None:
-        self.learning = LearningInstance(prefill, decode)
-        self.ledger = self.learning.ledger
-        self.prefill_model, self.decode_model = prefill, decode
-        """Those that are learned. Dispatch reads them for each request: a property would be slower."""
+        self._learning = LearningInstance(prefill, decode)
+        self.ledger = self._learning.ledger
+        # What was learned, as attributes: dispatch reads it of all instances, and a property is slower.
+        self.prefill_model = prefill
+        self.decode_model = decode
         instance.on_tokens = self.ledger.add_shared_tokens
         self.on_cpu = on_cpu
         self.instance, self.name, self.role = instance, instance.name, role
@@ -77,10 +78,14 @@ class RoutedInstance:
 
     def record_prefill(self, *, tokens: int, cached_tokens: int, computed_for_s: float | None) -> None:
         """Learn from the response of a prefill leg; see `LearningInstance.record_prefill`."""
-        self.learning.record_prefill(
+        self._learning.record_prefill(
             tokens=tokens, cached_tokens=cached_tokens, computed_for_s=computed_for_s
         )
-        self.prefill_model = self.learning.prefill_model
+        self.prefill_model = self._learning.prefill_model
+
+    def discard_prefill_samples(self) -> None:
+        """A prefill leg failed; see `LearningInstance.discard_prefill_samples`."""
+        self._learning.discard_prefill_samples()
 
     def probe(self, now_s: float) -> None:
         """Read the engine's counts and its inter-token latency of the last interval, and learn from it."""
@@ -94,14 +99,14 @@ class RoutedInstance:
         self.engine_requests = gauges.running + gauges.waiting
         samples = self.instance.take_samples().itl_s
         itl_s = sum(samples) / len(samples) if samples else None
-        self.itl_s = self.learning.discount_deflected(itl_s, since_s=now_s - PROBE_INTERVAL_S)
+        self.itl_s = self._learning.discount_deflected(itl_s, since_s=now_s - PROBE_INTERVAL_S)
         before = self._batch_tokens
-        self._batch_tokens = now = self.learning.measure_batch(
+        self._batch_tokens = now = self._learning.measure_batch(
             kv_usage=self.kv_usage, kv_capacity_tokens=self.kv_capacity_tokens
         )
         if itl_s and before and now:
-            self.learning.learn_decode(tokens=(before + now) // 2, itl_s=itl_s)
-            self.decode_model = self.learning.decode_model
+            self._learning.learn_decode(tokens=(before + now) // 2, itl_s=itl_s)
+            self.decode_model = self._learning.decode_model
 
     def report(self, now_s: float, *, waiting_s: float, decode_is_full: bool) -> InstanceState:
         """Return what the router reports of this instance at its state port.

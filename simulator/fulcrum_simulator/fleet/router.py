@@ -329,7 +329,7 @@ class SimulatedRouter:
         """See `RoutingPort`."""
         if failure is not None:
             if leg.is_prefill:
-                instance.learning.discard_prefill_samples()
+                instance.discard_prefill_samples()
         elif isinstance(leg.request.kv_transfer, KvImportRequest):
             source = leg.request.kv_transfer.engine_id.partition("/")[0]
             self._record_transfer(source, instance.name)
