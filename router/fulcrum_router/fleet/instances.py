@@ -84,6 +84,7 @@ class Instance(LearningInstance):
         "reported_block_size",
         "reports_cached_tokens",
         "starting",
+        "streamed_tokens",
         "tokens_computed",
         "wait_causes",
     )
@@ -151,6 +152,8 @@ class Instance(LearningInstance):
         self.reports_cached_tokens = False
         """Whether the engine has ever reported cached tokens: then a missing count means zero."""
         self.missed_probes, self.answered_at_s = 0, None
+        self.streamed_tokens = 0
+        """`Ledger.streamed_tokens` at the last probe that failed."""
 
     @property
     def role(self) -> Role:

@@ -43,7 +43,7 @@ log = structlog.get_logger()
 
 MISSED_PROBES_TO_EJECT = 3
 """Failed probes in a row that eject an instance, a refused connection included; one is enough if its host
-cannot be reached (`Failure.UNREACHABLE`)."""
+cannot be reached (`Failure.UNREACHABLE`). An instance that sends tokens meanwhile is only slow, and stays."""
 NO_RESPONSE_FAILURES = frozenset({Failure.TIMEOUT, Failure.UNREACHABLE, Failure.REFUSED})
 """Failures that mean that the engine does not respond at all."""
 
@@ -184,6 +184,9 @@ class EngineProber:
         if failure is Failure.NO_SOCKET:
             return  # of the router, which says nothing about the engine
         instance.missed_probes += 1
+        streamed, instance.streamed_tokens = instance.streamed_tokens, instance.ledger.streamed_tokens
+        if failure is Failure.TIMEOUT and instance.streamed_tokens > streamed:
+            return
         if failure is Failure.REFUSED:
             self._on_death(instance)
         if instance.missed_probes < MISSED_PROBES_TO_EJECT and failure is not Failure.UNREACHABLE:

@@ -100,6 +100,19 @@ def test_probes_for_which_the_router_has_no_socket_eject_no_engine() -> None:
     assert (instance.serving, instance.missed_probes) == (True, 0)
 
 
+@pytest.mark.parametrize(("streams", "serving"), [(True, True), (False, False)])
+def test_an_engine_that_streams_is_not_ejected_for_slow_metrics(*, streams: bool, serving: bool) -> None:
+    """An engine with hundreds of streams may take seconds for its metrics: ejecting it would end them all."""
+    router, instance = Router(), make_serving("d0", Role.DECODE)
+    router.fleet.add(instance)
+    prober = EngineProber(router.fleet, on_ejection=router.record_ejection, on_death=router.record_death)
+    leg = instance.ledger.add_decode(tokens=100)
+    for _ in range(2 * MISSED_PROBES_TO_EJECT):
+        leg.add_tokens(1 if streams else 0)
+        prober._record_missed_probe(instance, instance.require_connection_pool(), Failure.TIMEOUT)
+    assert (instance.serving, instance.missed_probes) == (serving, 2 * MISSED_PROBES_TO_EJECT)
+
+
 def test_a_death_that_a_probe_finds_ends_what_the_engine_knew() -> None:
     """The engine was started again before a leg or a second probe failed."""
     router, instance = Router(), make_serving("p0", Role.PREFILL)
