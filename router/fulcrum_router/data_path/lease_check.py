@@ -24,20 +24,21 @@ async def check_kv_leases(response: DecodeResponse) -> None:
     instance = response.instance
     expired_by_source: dict[str, float | None] = {}
     kv_valid = response.cache_salt == instance.cache_salt
-    for transfer in response.find_late_transfers() if kv_valid else ():
-        source, before = transfer.source, transfer.expired_before
+    late = response.find_late_transfers() if kv_valid else []
+    for transfer in late:
+        source = transfer.source
         if source.name not in expired_by_source:
             expired_by_source[source.name] = await fetch_expired_transfers(source)
         expired = expired_by_source[source.name]
-        kv_valid = expired is not None and expired == before
-        log.warning(
-            "response later than the KV lease",
-            prefill=source.name,
-            decode=instance.name,
-            kv_valid=kv_valid,
-            expired=expired,
-            expired_before=before,
-        )
+        kv_valid = expired is not None and expired == transfer.expired_before
         if not kv_valid:
             break
+    if late:
+        log.warning(
+            "response later than the KV lease",
+            decode=instance.name,
+            late_transfers=len(late),
+            kv_valid=kv_valid,
+            expired=expired_by_source,
+        )
     response.finish_lease_check(kv_valid=kv_valid)
