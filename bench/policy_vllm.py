@@ -17,7 +17,6 @@ engine`. A run during which other programs used the processors, or the load was 
 
 import argparse
 import asyncio
-import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -26,9 +25,8 @@ from statistics import median
 from typing import Any
 
 from bench.processor_shares import ProcessorShares, processor_shares
-from bench.vllm_load import MeasuredLoad, lower_engines, measure_load, run_vllm_service
+from bench.vllm_load import MeasuredLoad, isolate_engines, measure_load, run_vllm_service
 from fulcrum_cli.assignment.writes import flip_instance
-from fulcrum_cli.local.cores import list_threads
 from fulcrum_cli.play.recorder import Recorder
 from fulcrum_core.api import PDAssignment, PDService
 from fulcrum_core.values import AutoscalingMode, FlipPolicy, Role, Slo
@@ -55,10 +53,10 @@ BURST = 60
 MODEL = ("--load-format", "dummy", "--hf-overrides", '{"num_hidden_layers": 6}')
 """Random weights, so many that the steps take longer than the programs around them."""
 BATCH_MAX = 128
-"""vLLM's default on CPUs is 16: a batch would be full long before its tokens were late."""
+"""With our default on CPUs, 16, a batch would be full long before its tokens were late."""
 ENGINE_ARGS = (*MODEL, "--kv-cache-memory-bytes", str(768 * 2**20), "--max-num-seqs", str(BATCH_MAX))
 ENGINE_SHARE = 0.45
-"""Share of one processor that an engine has."""
+"""Share of one processor that an engine has. Three leave a third of two processors to router and load."""
 FLIPS_SEEN_EACH_S = 0.2
 
 
@@ -246,11 +244,8 @@ async def measure_all(
     running: RunningService, shares: ProcessorShares, *, seeds: int, period_s: float, periods: int
 ) -> list[list[Run]]:
     """Send the load of each seed with each way to set the roles."""
-    await lower_engines(running)
+    await isolate_engines(running, shares, ENGINE_SHARE)
     async with running.connect() as service:
-        for name in await service.list_instances():
-            threads = list_threads(os.getsid(await service.find_leader_pid(name)))
-            shares.limit(name, threads, ENGINE_SHARE)
         calibration = await calibrate(service, running)
         found = []
         for seed in range(1, seeds + 1):

@@ -1,10 +1,13 @@
 """Gives each engine of a measurement its own share of a processor, as each would have its own GPU.
 
 Without it all engines of a machine share its processors, and an engine more adds nothing to what they can do
-together. Control groups of the kernel do it, version 1 or 2, which needs root. `policy_vllm` uses it.
+together. Control groups of the kernel do it, version 1 or 2, which needs root; they are made next to the
+group of everything, so that a limit of the bench's own group does not hold for the engines. `policy_vllm`
+and `tiers_vllm` use it.
 """
 
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,49 +16,58 @@ from fulcrum_core.errors import InvalidInput
 
 PERIOD_US = 10_000
 """A group that has used its share waits for the end of such a period."""
-_ROOT = Path("/sys/fs/cgroup")
+SHARES_V1, WEIGHT_V2 = 335, 33
+"""A third of the usual weight, that of niceness 5: the router and the load come first."""
 
 
 class ProcessorShares:
-    """The control groups of one run of a bench."""
+    """The control groups of one run of a bench; `root` is where the kernel shows them."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: Path = Path("/sys/fs/cgroup")) -> None:
+        self._root = root
         self._groups: list[Path] = []
 
-    def limit(self, name: str, threads: Iterable[int], share: float) -> None:
-        """Limit the processes of these threads to a share of one processor, together.
+    def limit(self, name: str, processes: Iterable[int], share: float) -> None:
+        """Limit these processes, with all their threads, to a share of one processor together.
 
         Raises:
-            InvalidInput: if this process may not make control groups.
+            InvalidInput: if the kernel refuses: mostly, since this process is not root's.
         """
         quota_us = str(int(share * PERIOD_US))
         try:
             group = self._make_group(name, quota_us)
-            for thread in threads:
+            for process in processes:
                 with suppress(ProcessLookupError):  # it has ended
-                    (group / "cgroup.procs").write_text(str(thread))
+                    (group / "cgroup.procs").write_text(str(process))
         except OSError as error:
-            raise InvalidInput("/sys/fs/cgroup", str(error), "must be writable: run this as root") from error
+            rule = f"must let this process make control groups ({error.strerror}): run it as root"
+            raise InvalidInput("control groups", error.filename, rule) from error
 
     def _make_group(self, name: str, quota_us: str) -> Path:
-        is_v2 = (_ROOT / "cgroup.controllers").exists()
-        group = (_ROOT if is_v2 else _ROOT / "cpu") / f"fulcrum-bench-{os.getpid()}-{name}"
+        is_v2 = (self._root / "cgroup.controllers").exists()
+        group = (self._root if is_v2 else self._root / "cpu") / f"fulcrum-bench-{os.getpid()}-{name}"
         if is_v2:
-            (_ROOT / "cgroup.subtree_control").write_text("+cpu")
+            (self._root / "cgroup.subtree_control").write_text("+cpu")
+            settings = {"cpu.max": f"{quota_us} {PERIOD_US}", "cpu.weight": str(WEIGHT_V2)}
+        else:
+            settings = {
+                "cpu.cfs_period_us": str(PERIOD_US),
+                "cpu.cfs_quota_us": quota_us,
+                "cpu.shares": str(SHARES_V1),
+            }
         group.mkdir()
         self._groups.append(group)
-        if is_v2:
-            (group / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
-        else:
-            (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-            (group / "cpu.cfs_quota_us").write_text(quota_us)
+        for setting, value in settings.items():
+            (group / setting).write_text(value)
         return group
 
     def remove(self) -> None:
-        """Remove the groups; their processes have ended."""
+        """Remove the groups, whose processes have ended; say which could not be removed."""
         for group in self._groups:
-            with suppress(OSError):
+            try:
                 group.rmdir()
+            except OSError as error:
+                print(f"warning: {group} stays: {error.strerror}", file=sys.stderr)
 
 
 @contextmanager

@@ -2,13 +2,14 @@
 
     python bench/tiers_vllm.py [--seed N] [--rounds N] [--for SECONDS] [--reserve]
 
-Runs a local service with a prefill and a decode engine and two tiers, and measures what it can serve. With
-`--reserve` there are two prefill engines, of which the reserve of premium keeps one nearly idle. Then, in
-turn, premium alone sends a tenth of that, and premium beside free requests at five times what it can serve,
-with lengths drawn from the same ranges. Prints premium's time to the first token both ways, requests that
-failed, and free requests that were refused. Exit code 1 if, in the median of the rounds, premium's p99 in the
-flood is more than 1.5 times that alone, if a request fails, or if premium is refused. Needs `make engine`. A
-round during which other programs used the processors, or the load was late, does not count.
+Runs a local service with a prefill and a decode engine and two tiers, and measures what it can serve. Each
+engine has its own share of a processor (`processor_shares`, which needs root). With `--reserve` there are
+two prefill engines, of which the reserve of premium keeps one nearly idle. Then, in turn, premium alone
+sends a tenth of that, and premium beside free requests at five times what it can serve, with lengths drawn
+from the same ranges. Prints premium's time to the first token both ways, requests that failed, and free
+requests that were refused. Exit code 1 if, in the median of the rounds, premium's p99 in the flood is more
+than 1.5 times that alone, if a request fails, or if premium is refused. Needs `make engine`. A round during
+which other programs used the processors, or the load was late, does not count.
 """
 
 import argparse
@@ -18,7 +19,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from bench.vllm_load import MeasuredLoad, lower_engines, measure_load, run_vllm_service
+from bench.processor_shares import ProcessorShares, processor_shares
+from bench.vllm_load import MeasuredLoad, isolate_engines, measure_load, run_vllm_service
 from fulcrum_core.values import Slo
 from fulcrum_simulator.client import Latencies, summarize_latencies
 from fulcrum_simulator.workload import WorkloadRequest
@@ -31,6 +33,8 @@ PREMIUM_SHARE, FLOOD_SHARE = 0.1, 5.0
 PROMPT_TOKENS, OUTPUT_TOKENS = (512, 1536), (2, 14)
 SLO = Slo(ttft_s=2.0, tpot_s=0.2)
 ENGINE_ARGS = (*LARGER_MODEL, "--kv-cache-memory-bytes", str(256 * 2**20))
+ENGINE_SHARE = 0.5
+"""Share of one processor that an engine has."""
 BURST = 60
 """Requests by which the rate that the service can serve is measured."""
 RATIO_MAX = 1.5
@@ -75,9 +79,11 @@ async def measure_capacity_rps(service: RunningService, seed: int) -> float:
     return measure_rate_rps(results)
 
 
-async def measure_rounds(service: RunningService, *, seed: int, rounds: int, seconds: float) -> list[Round]:
+async def measure_rounds(
+    service: RunningService, shares: ProcessorShares, *, seed: int, rounds: int, seconds: float
+) -> list[Round]:
     """Measure premium alone and in the flood, in turn."""
-    await lower_engines(service)
+    await isolate_engines(service, shares, ENGINE_SHARE)
     capacity_rps = await measure_capacity_rps(service, seed)
     print(f"the service serves {capacity_rps:.1f} requests/s", flush=True)
     senders = [
@@ -145,8 +151,10 @@ def main() -> int:
     parser.add_argument("--for", dest="seconds", type=float, default=60.0, metavar="SECONDS")
     parser.add_argument("--reserve", action="store_true", help="two prefill engines, one kept for premium")
     given = parser.parse_args()
-    with run_vllm_service(*build_objects(reserve=given.reserve)) as service:
-        measuring = measure_rounds(service, seed=given.seed, rounds=given.rounds, seconds=given.seconds)
+    with processor_shares() as shares, run_vllm_service(*build_objects(reserve=given.reserve)) as service:
+        measuring = measure_rounds(
+            service, shares, seed=given.seed, rounds=given.rounds, seconds=given.seconds
+        )
         rounds = asyncio.run(measuring)
     return 0 if judge(rounds) else 1
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.processor_shares import ProcessorShares
 from fulcrum_cli.local.engine_environment import find_engine_environment
 from fulcrum_core.values import Slo
 from fulcrum_simulator.client import LoadReport, LoadResults
@@ -22,7 +23,6 @@ from tests.engines.services import LocalServices, RunningService
 
 OTHER_WORK_MAX, LATE_MAX_S = 0.05, 0.02
 """Share of all processors that other programs may use, and the largest p99 of how late requests are sent."""
-ENGINE_NICENESS = 5
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -70,15 +70,16 @@ def run_vllm_service(*objects: dict[str, Any]) -> Iterator[RunningService]:
             services.stop_all()
 
 
-async def lower_engines(running: RunningService) -> None:
-    """Let the engines give way to the router and the load.
+async def isolate_engines(running: RunningService, shares: ProcessorShares, share: float) -> None:
+    """Give each engine a share of one processor, and let it give way to the router and the load.
 
-    On GPUs engines would leave them the processors. Here a request that was sent or routed late for want of
-    one would count as late because of its engine.
+    On GPUs engines would leave them the processors, and would not slow each other. Here a request that was
+    sent or routed late for want of one would count as late because of its engine.
     """
     async with running.connect() as service:
         for name in await service.list_instances():
-            os.setpriority(os.PRIO_PGRP, await service.find_leader_pid(name), ENGINE_NICENESS)
+            leader = await service.find_leader_pid(name)
+            shares.limit(name, _list_descendants(leader), share)
 
 
 async def measure_load(

@@ -1,0 +1,44 @@
+"""Engines of a measurement get a share of a processor by control groups of version 1 or 2."""
+
+from pathlib import Path
+
+import pytest
+
+from bench.processor_shares import ProcessorShares
+from fulcrum_core.errors import InvalidInput
+
+
+def read_group(folder: Path) -> dict[str, str]:
+    (group,) = folder.glob("fulcrum-bench-*")
+    return {path.name: path.read_text() for path in group.iterdir()}
+
+
+def test_version_1_limits_time_by_a_quota(tmp_path: Path) -> None:
+    (tmp_path / "cpu").mkdir()
+    ProcessorShares(tmp_path).limit("p-0", [7], 0.45)
+    assert read_group(tmp_path / "cpu") == {
+        "cpu.cfs_period_us": "10000",
+        "cpu.cfs_quota_us": "4500",
+        "cpu.shares": "335",
+        "cgroup.procs": "7",
+    }
+
+
+def test_version_2_limits_time_once_the_root_hands_out_the_processor(tmp_path: Path) -> None:
+    (tmp_path / "cgroup.controllers").touch()
+    ProcessorShares(tmp_path).limit("p-0", [7], 0.45)
+    found = (tmp_path / "cgroup.subtree_control").read_text(), read_group(tmp_path)
+    assert found == ("+cpu", {"cpu.max": "4500 10000", "cpu.weight": "33", "cgroup.procs": "7"})
+
+
+def test_a_kernel_that_refuses_is_named_with_its_reason(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="No such file or directory"):
+        ProcessorShares(tmp_path).limit("p-0", [7], 0.45)
+
+
+def test_a_group_that_cannot_be_removed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cpu").mkdir()
+    shares = ProcessorShares(tmp_path)
+    shares.limit("p-0", [7], 0.45)
+    shares.remove()  # a plain folder with files stays
+    assert "stays: Directory not empty" in capsys.readouterr().err
