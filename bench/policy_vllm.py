@@ -5,14 +5,15 @@
 Runs a local service with three engines, each with its own share of a processor (`processor_shares`, which
 needs root): otherwise they would share the machine, and a second prefill engine would add nothing. Measures
 how many long prompts one prefill engine computes a second, and how many long answers one decode engine
-gives. The load has both all the time, and changes its mix each period: prompts at 1.35 times and answers at
-0.25 times that rate, then the other way round. So each split has one engine too few half of the time. The
-objectives are five times the TTFT of a lone prompt, and 2.5 times the TPOT of a decode engine with half of
-its load. For each seed, requests with the same arrivals and lengths, but other texts (so that no prefix
-cache helps), are sent with mode Auto and with each fixed split, in an order that rotates with the seed.
-Prints SLO attainment, flips and failures. Exit code 1 if, in the median of the seeds, Auto is not above
-every fixed split, if it never flipped in one of the directions, or if a request failed. Needs `make
-engine`. A run during which other programs used the processors, or the load was late, does not count.
+gives, while the other engines have work, too. The load has both all the time, and changes its mix each
+period: prompts at 1.35 times and answers at 0.25 times that rate, then the other way round. So each split
+has one engine too few half of the time. The objectives are five times the TTFT of a lone prompt, and 2.5
+times the TPOT of a decode engine with half of its load. For each seed, requests with the same arrivals and
+lengths, but other texts (so that no prefix cache helps), are sent with mode Auto and with each fixed split,
+in an order that rotates with the seed. Prints SLO attainment, flips and failures. Exit code 1 if, in the
+median of the seeds, Auto is not above every fixed split, if it never flipped in one of the directions, or
+if a request failed. Needs `make engine`. A run during which other programs used the processors, or the load
+was late, does not count.
 """
 
 import argparse
@@ -140,10 +141,10 @@ class Calibration:
 async def calibrate(service: VllmService, running: RunningService) -> Calibration:
     """Measure what one engine of each role serves, and set the service's objectives."""
     await set_split(service, SPLITS["1P2D"])
-    prompts_rps = await measure_mix_rps(service, running, PROMPTS, seed=10)
+    prompts_rps = await measure_mix_rps(service, running, PROMPTS, ANSWERS, seed=10)
     ttft_s = TTFT_FACTOR * await measure_lone_ttft_s(running, seed=20)
     await set_split(service, SPLITS["2P1D"])
-    answers_rps = await measure_mix_rps(service, running, ANSWERS, seed=30)
+    answers_rps = await measure_mix_rps(service, running, ANSWERS, PROMPTS, seed=30)
     answers = draw_load([Sender("", PROBE_LOAD * answers_rps, *ANSWERS)], end_s=PROBE_S, seed="probe")
     await service.wait_until_idle()
     results = await send_load(running.info, answers, slo=NO_DEFLECTION, seed=40)
@@ -158,13 +159,20 @@ async def calibrate(service: VllmService, running: RunningService) -> Calibratio
 
 
 async def measure_mix_rps(
-    service: VllmService, running: RunningService, ranges: Ranges, *, seed: int
+    service: VllmService, running: RunningService, ranges: Ranges, others: Ranges, *, seed: int
 ) -> float:
-    """Requests a second of one mix that the present split serves, while some wait all the time."""
+    """Requests a second of one mix that the present split serves, while some wait all the time.
+
+    The engines of the other role have work as well: processors that share their caches slow each other.
+    """
     for number in range(2):  # the first burst opens connections and teaches the router what requests cost
         await service.wait_until_idle()
         burst = draw_burst(*ranges, count=BURST, seed=f"{seed}/{number}")
-        results = await send_load(running.info, burst, slo=NO_DEFLECTION, seed=seed + number)
+        beside = draw_burst(*others, count=2 * BURST, seed=f"{seed}/{number}/beside")
+        results, _ = await asyncio.gather(
+            send_load(running.info, burst, slo=NO_DEFLECTION, seed=seed + number),
+            send_load(running.info, beside, slo=NO_DEFLECTION, seed=seed + number + 5),
+        )
     return measure_rate_rps(results)
 
 
