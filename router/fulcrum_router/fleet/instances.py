@@ -91,6 +91,8 @@ class Instance(LearningInstance):
 
     answered_at_s: float | None
     """When the last probe that was answered was sent, in monotonic seconds; None: none was answered."""
+    streamed_tokens: int
+    """`Ledger.streamed_tokens` at the last probe that failed."""
 
     def __init__(
         self,
@@ -151,9 +153,7 @@ class Instance(LearningInstance):
         """Part of every prompt's cache_salt: prefix-cache entries with another salt are not used."""
         self.reports_cached_tokens = False
         """Whether the engine has ever reported cached tokens: then a missing count means zero."""
-        self.missed_probes, self.answered_at_s = 0, None
-        self.streamed_tokens = 0
-        """`Ledger.streamed_tokens` at the last probe that failed."""
+        self.missed_probes, self.streamed_tokens, self.answered_at_s = 0, 0, None
 
     @property
     def role(self) -> Role:
