@@ -44,7 +44,8 @@ ProgressFunction = Callable[[float], None]
 
 
 GC_THRESHOLD = 2_000_000
-"""Objects made and not freed after which the youngest are looked at; a request leaves some cycles."""
+"""Objects made and not freed after which the youngest are looked at; a request leaves some cycles. In the
+large run of `bench/simulation.py` they take 230 MB more than with a quarter of it, in the small one 12 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,7 @@ def simulate(
     The run ends as soon as the SLO attainment cannot reach `attainment_min` any more. That of its records is
     then below, too: the requests that have not arrived would have to meet the SLO.
 
-    Garbage is collected more rarely meanwhile: with 1,000 instances looking for it took a fifth of the time.
+    Garbage is collected more rarely meanwhile: looking for it takes a fifth of the time with 1,000 instances.
     """
     thresholds = gc.get_threshold()
     gc.set_threshold(GC_THRESHOLD, *thresholds[1:])
