@@ -94,13 +94,14 @@ async def measure_load(
 
 
 def _read_other_work_s() -> float:
-    """Processor time of all processes but this one and its descendants since the machine's start, in seconds.
+    """Processor time of all processes but this one and its descendants, in seconds.
 
-    A descendant that ends during a measurement counts as another program: its time is no longer subtracted.
+    That of children that have ended counts with their parents. The kernel measures it exactly, while its
+    sum over all processes is sampled at ticks: with engines that wait at ticks, it is 6 % off.
     """
-    user, nice, system = (int(field) for field in Path("/proc/stat").read_text().split()[1:4])
-    own = sum(_read_ticks(str(pid)) for pid in _list_descendants(os.getpid()))
-    return (user + nice + system - own) / _TICKS_PER_S
+    own = set(_list_descendants(os.getpid()))
+    others = [entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return sum(_read_ticks(pid) for pid in others if int(pid) not in own) / _TICKS_PER_S
 
 
 def _list_descendants(pid: int) -> list[int]:
@@ -117,8 +118,9 @@ def _list_descendants(pid: int) -> list[int]:
 
 
 def _read_ticks(pid: str) -> int:
+    """Ticks of a process and of its children that have ended."""
     fields = _read_fields(pid)
-    return int(fields[11]) + int(fields[12]) if fields else 0
+    return sum(map(int, fields[11:15])) if fields else 0
 
 
 def _read_fields(pid: str) -> list[str]:
