@@ -87,6 +87,11 @@ class RoutedInstance:
         """A prefill leg failed; see `LearningInstance.discard_prefill_samples`."""
         self._learning.discard_prefill_samples()
 
+    @property
+    def samples(self) -> tuple[int, int]:
+        """Number of prefills and of decode steps that the models were learned from."""
+        return self._learning.samples
+
     def probe(self, now_s: float) -> None:
         """Read the engine's counts and its inter-token latency of the last interval, and learn from it."""
         self.engine_read_at_s = now_s

@@ -44,7 +44,7 @@ def test_all_prompts_of_a_queue_are_learned_from() -> None:
         router.serve(record, number, lambda number=number: ended.append(number))  # type: ignore[misc]
     while len(ended) < 20:
         events.run_next()
-    samples, _ = router.fleet["p"].learning.samples
+    samples, _ = router.fleet["p"].samples
     truth = load_profile("laptop").step_model.prefill_model(load_profile("laptop").token_budget)
     predicted_s = router.fleet["p"].prefill_model.ttft_s(600)
     assert samples == 3  # of eight, eight and four responses
