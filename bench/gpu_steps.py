@@ -1,6 +1,6 @@
 """Measures the steps of Llama models on one GPU with PyTorch, for `bench/gpu_profiles.py` to compare.
 
-    python bench/gpu_steps.py --json FILE [--models NAME ...] [--quick]
+    python bench/gpu_steps.py --json FILE
     python bench/gpu_steps.py --check
 
 vLLM is not needed; torch (2.6 or later) is. A model has the shapes of the real one and random weights. Of a
@@ -255,7 +255,10 @@ def measure_step_s(model: Model, step: Step) -> float:
 
 
 def spread(first: int, last: int, count: int) -> list[int]:
-    """Return `count` whole numbers from first to last, each larger by the same factor."""
+    """Return `count` whole numbers from first to last, each larger by the same factor.
+
+    `fulcrum_simulator.profiling.points` has the same; this script runs where there is only torch.
+    """
     return sorted({round(first * (last / first) ** (index / (count - 1))) for index in range(count)})
 
 
@@ -265,24 +268,24 @@ def measure_chunks(model: Model, tokens: int) -> list[float]:
     return [measure_step_s(model, Step(chunk=min(TOKEN_BUDGET, tokens - done), done=done)) for done in starts]
 
 
-def measure_model(name: str, *, quick: bool) -> dict[str, Any]:
+def measure_model(name: str) -> dict[str, Any]:
     """Measure all curves of one model: lists of tokens (or batch and context) and seconds.
 
     A prompt has the seconds of each of its chunks.
     """
     shape = SHAPES[name]
     model = Model(shape, "cuda")
-    prefill = [(tokens, measure_chunks(model, tokens)) for tokens in PROMPTS[:: 3 if quick else 1]]
+    prefill = [(tokens, measure_chunks(model, tokens)) for tokens in PROMPTS]
     decode: list[tuple[int, int, float]] = []
-    for batch in BATCHES[:: 2 if quick else 1]:
+    for batch in BATCHES:
         longest = min(CONTEXT_MAX, shape.kv_tokens // batch)
-        contexts = spread(CONTEXT_MIN, longest, 2 if quick else CONTEXTS)
+        contexts = spread(CONTEXT_MIN, longest, CONTEXTS)
         decode += [(batch, n, measure_step_s(model, Step(decodes=batch, context=n))) for n in contexts]
     held = Step(decodes=MIXED_BATCH, context=MIXED_CONTEXT)
     alone_s = measure_step_s(model, held)
     mixed = [
         (chunk, measure_step_s(model, Step(held.decodes, held.context, chunk)) - alone_s)
-        for chunk in MIXED_CHUNKS[:: 2 if quick else 1]
+        for chunk in MIXED_CHUNKS
     ]
     return {"shape": asdict(shape), "prefill": prefill, "decode": decode, "mixed": mixed}
 
@@ -304,8 +307,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--json", type=Path, metavar="FILE", help="where to write the curves")
     what.add_argument("--check", action="store_true", help="only check the arithmetic")
-    parser.add_argument("--models", nargs="*", choices=SHAPES, default=list(SHAPES), help="engine profiles")
-    parser.add_argument("--quick", action="store_true", help="fewer points")
     return parser.parse_args(arguments)
 
 
@@ -326,8 +327,8 @@ def main() -> int:
             return 1
         models: dict[str, Any] = {}
         head = {"device": device, "torch": torch.__version__, "token_budget": TOKEN_BUDGET}
-        for name in () if arguments.check else arguments.models:
-            models[name] = measure_model(name, quick=arguments.quick)
+        for name in () if arguments.check else SHAPES:
+            models[name] = measure_model(name)
             print_model(name, models[name])
             torch.cuda.empty_cache()
             arguments.json.write_text(json.dumps({**head, "models": models}) + "\n")

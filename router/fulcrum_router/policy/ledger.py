@@ -63,7 +63,7 @@ class Ledger:
         self.shared_legs = self.shared_tokens = 0
         """Decode legs that share a count of tokens now, and the tokens that were added to it so far."""
         self.streamed_tokens = 0
-        """Output tokens of all streams so far."""
+        """Output tokens so far, without those of shared counts."""
         self.pending_transfers = 0
         self.reserved_tokens = 0
         """KV tokens of prompts that are computed elsewhere and will be decoded here."""

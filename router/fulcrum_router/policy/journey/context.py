@@ -167,6 +167,7 @@ class JourneyContext(Generic[V]):
         """The engines that start: admission counts on them."""
         self.tier_reserve = TierReserve()
         self._first_asked = 0
+        """Requests so far: decides which instances of a large fleet `_record_demand` asks."""
         self.shed_until_s: dict[str, float] = {}
         """Time until which an instance that has shed a request gets none of those that wait. An engine that
         sheds has no work, so that it would be the least loaded one.
