@@ -16,6 +16,7 @@ from fulcrum_core.errors import (
     FulcrumError,
     Gone,
     InvalidInput,
+    NamespaceNotFound,
     NotFound,
     StoreUnavailable,
 )
@@ -69,10 +70,13 @@ def error_from_status(status: Mapping[str, Any], sent: Mapping[str, Any] | None 
         return Conflict(_conflicting_fields(status) or message)
     if code == 401:
         return Forbidden(f"the API server does not accept these credentials: {message}")
+    details = status.get("details") or {}
     error = _ERRORS_BY_REASON.get(str(reason)) or _ERRORS_BY_CODE.get(code if isinstance(code, int) else 0)
+    if error is NotFound and details.get("kind") == "namespaces":
+        return NamespaceNotFound(message)
     if error:
         return error(message)
-    wait_s = (status.get("details") or {}).get("retryAfterSeconds")
+    wait_s = details.get("retryAfterSeconds")
     return StoreUnavailable(message, retry_after_s=wait_s)
 
 

@@ -40,6 +40,10 @@ class NotFound(StoreError):
     """No such object."""
 
 
+class NamespaceNotFound(NotFound):
+    """The namespace of an object that is written does not exist; the object itself may still be stored."""
+
+
 class AlreadyExists(StoreError):
     """An object of that kind and name exists."""
 

@@ -9,7 +9,14 @@ from typing import Any, TypeVar
 
 from fulcrum_cluster.objects import ObjectApi, kind_of_resource
 from fulcrum_core.api import PDPool, Resource
-from fulcrum_core.errors import AlreadyExists, Conflict, InvalidInput, NotFound, StoreUnavailable
+from fulcrum_core.errors import (
+    AlreadyExists,
+    Conflict,
+    InvalidInput,
+    NamespaceNotFound,
+    NotFound,
+    StoreUnavailable,
+)
 from fulcrum_core.ports import Listing, Store, WatchEvent
 from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.missing_fields import UNKNOWN_FIELD, MissingFields
@@ -121,11 +128,15 @@ class CachedStore:
                 return await self._store.patch_status(
                     kind, name, known["status"], namespace=namespace, resource_version=resource_version
                 )
+            except NamespaceNotFound:
+                raise
             except NotFound:
-                await self._store.get(kind, name, namespace=namespace)  # the object itself may be gone
-                raise InvalidInput(
-                    "status", None, UNKNOWN_FIELD
-                ) from None  # older CRDs have no such subresource
+                planned = await self.get(kind, name, namespace=namespace)
+                found = await self._store.get(kind, name, namespace=namespace)
+                if found.metadata.uid != planned.metadata.uid:  # deleted and created again meanwhile
+                    raise
+                # The object is there, so the subresource is not: the CRDs are older.
+                raise InvalidInput("status", None, UNKNOWN_FIELD) from None
 
         return await self._write_through(kind, namespace, name, {"status": patch}, write)
 
@@ -161,6 +172,8 @@ class CachedStore:
         check_is_leader(self._is_leader)
         try:
             return self._cache_result(await self._without_missing_fields(kind, patch, write))
+        except NamespaceNotFound:
+            raise
         except (Conflict, NotFound) as error:
             await self._refresh(kind, namespace, name)
             raise Conflict(str(error)) from error

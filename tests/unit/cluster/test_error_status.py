@@ -14,6 +14,7 @@ from fulcrum_core.errors import (
     FulcrumError,
     Gone,
     InvalidInput,
+    NamespaceNotFound,
     NotFound,
     StoreUnavailable,
 )
@@ -52,6 +53,11 @@ def test_invalid_input_round_trips_with_path_value_and_rule(path: str, value: st
             {"code": 410, "reason": "Gone", "message": "m"}, Gone("m"), id="the older reason of 410"
         ),
         pytest.param({"code": 410, "message": "m"}, Gone("m"), id="410 without a reason"),
+        pytest.param(
+            {"code": 404, "reason": "NotFound", "message": "m", "details": {"kind": "namespaces"}},
+            NamespaceNotFound("m"),
+            id="the namespace is gone",
+        ),
         pytest.param({"code": 503, "message": "m"}, StoreUnavailable("m"), id="a server error"),
         pytest.param({}, StoreUnavailable("the store gave no reason"), id="an empty status"),
         pytest.param(

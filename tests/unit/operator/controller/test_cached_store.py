@@ -9,7 +9,7 @@ import pytest
 from fulcrum_cluster.clock import SystemClock
 from fulcrum_cluster.memory_store import MemoryStore
 from fulcrum_core.api import PDService, Resource
-from fulcrum_core.errors import Conflict, NotFound
+from fulcrum_core.errors import Conflict, NamespaceNotFound, NotFound
 from fulcrum_operator.controller.cache import ObjectCache
 from fulcrum_operator.controller.cached_store import CachedStore, NotLeader
 from tests.unit.operator.builders import service
@@ -40,6 +40,26 @@ class StoreWithoutStatus(MemoryStore):
 
     async def patch_status(self, kind: type[R], name: str, patch: Mapping[str, Any], **_: Any) -> R:
         del patch
+        raise NotFound(f"{kind.plural} {name}")
+
+
+class StoreWithoutNamespace(MemoryStore):
+    """A store with an object whose namespace is gone, which an API server can leave behind."""
+
+    async def patch_status(self, kind: type[R], name: str, patch: Mapping[str, Any], **_: Any) -> R:
+        del kind, name, patch
+        raise NamespaceNotFound('namespaces "default" not found')
+
+
+class StoreThatCreatesAgain(MemoryStore):
+    """A store in which the object is deleted before its status arrives, and created again after that."""
+
+    async def patch_status(
+        self, kind: type[R], name: str, patch: Mapping[str, Any], *, namespace: str, **_: Any
+    ) -> R:
+        del patch
+        await self.delete(kind, name, namespace=namespace)
+        await self.create(service())
         raise NotFound(f"{kind.plural} {name}")
 
 
@@ -130,3 +150,20 @@ async def test_the_status_of_a_kind_without_status_is_left_out_and_named() -> No
     written = await store.patch_status(PDService, "chat", {"flips": 1}, namespace="default")
     named = [cause.message.partition(" lack ")[2] for cause in store.missing_fields.causes()]
     assert (written, named) == (created, ["pdservices status; apply the operator's CRDs"])
+
+
+@pytest.mark.parametrize(
+    ("backend", "error"),
+    [(StoreWithoutNamespace, NamespaceNotFound), (StoreThatCreatesAgain, Conflict)],
+)
+async def test_a_status_refused_for_one_object_does_not_say_that_the_kind_has_none(
+    backend: type[MemoryStore], error: type[Exception]
+) -> None:
+    """Else no service of the cluster would get its status."""
+    objects: Any = object()
+    cache = ObjectCache(lambda _key: None)
+    store = CachedStore(backend(SystemClock()), cache, lambda: True, objects=objects)
+    await store.create(service())
+    with pytest.raises(error):
+        await store.patch_status(PDService, "chat", {"flips": 1}, namespace="default")
+    assert store.missing_fields.causes() == ()
