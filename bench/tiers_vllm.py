@@ -148,7 +148,7 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--for", dest="seconds", type=float, default=60.0, metavar="SECONDS")
+    parser.add_argument("--for", dest="seconds", type=float, default=120.0, metavar="SECONDS")
     parser.add_argument("--reserve", action="store_true", help="two prefill engines, one kept for premium")
     given = parser.parse_args()
     with processor_shares() as shares, run_vllm_service(*build_objects(reserve=given.reserve)) as service:
