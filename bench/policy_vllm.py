@@ -82,7 +82,7 @@ class Run:
 
 
 def build_service() -> dict[str, Any]:
-    """A service whose autoscaler is fast enough for periods of ten seconds, as that of `fulcrum play`."""
+    """A service whose autoscaler is fast enough for periods of half a minute."""
     return build_manifest(
         engine={"type": "vLLM", "args": list(ENGINE_ARGS)},
         instances=INSTANCES,
