@@ -71,7 +71,7 @@ def cordoned_nodes(cluster: Cluster, smallest_service: DeployedService) -> Itera
 def test_a_drain_ends_on_a_cluster_without_room(
     cluster: Cluster, smallest_service: DeployedService, record_measurement: RecordMeasurement
 ) -> None:
-    victim = smallest_service.engines()[0].node
+    victim = next(engine.node for engine in smallest_service.engines() if engine.node)
     began_s = time.monotonic()
     cluster.kubectl("drain", victim, *_DRAIN_OPTIONS)
     record_measurement(f"drain of {victim} without room ended after {time.monotonic() - began_s:.1f} s")
