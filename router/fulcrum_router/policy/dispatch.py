@@ -21,9 +21,6 @@ the expected loss of time added to the first part. KV transfers count, too: the 
 prefill instance is added to its TTFT, the extra time of the pair to the first part of a decode instance.
 Equal costs: the instance with fewer decode legs is chosen, then the first by name.
 
-Of more than `2 * LOOKED_AT` instances an even sample is looked at, another one each time. All are looked at
-if none of the sample passes, or if some have a part of the prompt in their prefix caches.
-
 The journey (`journey.choices`) calls both functions, and enters the choice in the ledgers. Nothing is changed
 here.
 """
@@ -99,9 +96,6 @@ _PREFILLED_HERE: Final = DispatchReason.PREFILLED_HERE
 # `Final`: mypyc puts the values into the loops over all instances instead of looking them up by name.
 FAILED_LEG_S: Final = 1.0
 """Time that a failed leg costs its request: an engine that fails fast must not look like one without work."""
-LOOKED_AT: Final = 64
-"""Size of a sample, at least. The best of so many is nearly the best of all, and looking at each of 1,000
-instances takes most of the time of a choice."""
 KV_FULL: Final = 0.95
 """Share of the KV cache above which a request waits in the engine for room."""
 KV_TURNOVER_S: Final = 10.0
@@ -148,15 +142,12 @@ def choose_prefill(
         delays: Least time of a KV transfer by prefill instance; instances without any are left out.
     """
     prefill, decode, tokens = candidates.prefill, candidates.decode, work.prompt_tokens
-    bound_s = work.deadline_s - now_s
-    for looked_at in _list_samples(prefill, now_s) if not work.cached_tokens else (prefill,):
-        count, best, soonest_s = _find_cheapest_prefill(looked_at, work, now_s, exclude, delays)
-        if best is None or best[1] > bound_s:
-            continue
-        if _starts_within(decode, tokens, now_s, best[1], bound_s):
-            return _dispatch(best, _WITHIN_SLO)  # the usual case: one decode instance is looked at
+    count, best, soonest_s = _find_cheapest_prefill(prefill, work, now_s, exclude, delays)
     if best is None:
         return NoInstance("no serving prefill instance whose KV a decode instance can read")
+    bound_s = work.deadline_s - now_s
+    if best[1] <= bound_s and _starts_within(decode, tokens, now_s, best[1], bound_s):
+        return _dispatch(best, _WITHIN_SLO)  # the usual case: one decode instance is looked at
     start_s = min((_predict_decode_start_s(i, tokens, now_s) for i in decode), default=0.0)
     if soonest_s + start_s <= bound_s:
         _, within, _ = _find_cheapest_prefill(
@@ -204,15 +195,14 @@ def choose_decode(
             cost = compute_decode_cost(prefilled_on, work.prompt_tokens, work.slo.tpot_s, now_s)
             return Dispatch(prefilled_on.name, _PREFILLED_HERE, cost[:2])
     readers, other_role = candidates.list_readers(source)
-    for looked_at in _list_samples(readers, now_s):
-        count, best, within = _find_cheapest_decode(looked_at, work, now_s, exclude, pairs)
-        if within is not None:  # the first part ranks first, so a dearer instance may still meet the SLO
-            return _dispatch(within, _WITHIN_SLO)
+    count, best, within = _find_cheapest_decode(readers, work, now_s, exclude, pairs)
     if best is None:
         _, best, _ = _find_cheapest_decode(other_role, work, now_s, exclude, None)
         if best is None:
             return NoInstance("no serving instance" + (" that can read the source's KV" if source else ""))
         return _dispatch(best, DispatchReason.OTHER_ROLE)
+    if within is not None:  # the first part ranks first, so a dearer instance may still meet the SLO
+        return _dispatch(within, _WITHIN_SLO)
     least = _dispatch(best, DispatchReason.LEAST_COST)
     others = [reader for reader in readers if reader.name not in exclude]
     reason = _explain_flip_to_decode(others, candidates.other_role, work, rules, now_s)
@@ -222,17 +212,6 @@ def choose_decode(
     itl_ms = 1000 * (best[1] + work.slo.tpot_s)
     predicted = f"the best of {considered} predicts an ITL of {itl_ms:.0f} ms"
     return FlipProposal(Role.DECODE, least, f"{predicted}; {reason}")
-
-
-def _list_samples(instances: tuple[V, ...], now_s: float) -> tuple[tuple[V, ...], ...]:
-    """The instances to look at: an even sample of a large fleet, then all; of a small one all at once.
-
-    The sample follows from the time, in microseconds: each choice has another one.
-    """
-    every = len(instances) // LOOKED_AT
-    if every < 2:
-        return (instances,)
-    return instances[int(now_s * 1e6) % every :: every], instances
 
 
 def compute_decode_load(decode_instances: Iterable[InstanceView], slo: Slo) -> float | None:
