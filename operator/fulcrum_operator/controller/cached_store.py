@@ -128,7 +128,7 @@ class CachedStore:
                 return await self._store.patch_status(
                     kind, name, known["status"], namespace=namespace, resource_version=resource_version
                 )
-            except NamespaceNotFound:
+            except NamespaceNotFound:  # says nothing about the kind
                 raise
             except NotFound:
                 planned = await self.get(kind, name, namespace=namespace)
@@ -172,7 +172,7 @@ class CachedStore:
         check_is_leader(self._is_leader)
         try:
             return self._cache_result(await self._without_missing_fields(kind, patch, write))
-        except NamespaceNotFound:
+        except NamespaceNotFound:  # not a Conflict, which would be tried again at once
             raise
         except (Conflict, NotFound) as error:
             await self._refresh(kind, namespace, name)
