@@ -9,13 +9,13 @@ from collections.abc import Collection, Mapping, Sequence
 from fulcrum_core.kv_compatibility import can_transfer
 from fulcrum_core.values import EngineIdentity, Role
 from fulcrum_router.policy import Dispatch, DispatchReason, SourcePairs, TransferDelay, Work
-from tests.unit.router.builders import FakeInstance
+from fulcrum_router.policy.instance_record import InstanceRecord
 
 Cost = tuple[float, float, int, str]
 
 
 def choose_prefill(
-    fleet: Sequence[FakeInstance],
+    fleet: Sequence[InstanceRecord],
     work: Work,
     *,
     now_s: float,
@@ -39,11 +39,11 @@ def choose_prefill(
 
 
 def choose_decode(
-    fleet: Sequence[FakeInstance],
+    fleet: Sequence[InstanceRecord],
     work: Work,
     *,
     now_s: float,
-    source: FakeInstance | None,
+    source: InstanceRecord | None,
     exclude: Collection[str],
     pairs: SourcePairs,
 ) -> Dispatch | None:
@@ -76,7 +76,7 @@ def _choose(costs: list[Cost], within: list[Cost]) -> Dispatch | None:
     return Dispatch(name, DispatchReason.WITHIN_SLO if within else DispatchReason.LEAST_COST, (first, second))
 
 
-def _prefill_cost(instance: FakeInstance, work: Work, now_s: float, delay: TransferDelay) -> Cost:
+def _prefill_cost(instance: InstanceRecord, work: Work, now_s: float, delay: TransferDelay) -> Cost:
     ledger, model = instance.ledger, instance.prefill_model
     batch_s = instance.decode_model.itl_s(ledger.decode_tokens) if ledger.decode_tokens else 0.0
     tokens = max(0, work.prompt_tokens - work.cached_tokens.get(instance.name, 0))
@@ -85,7 +85,7 @@ def _prefill_cost(instance: FakeInstance, work: Work, now_s: float, delay: Trans
     return instance.error_share + batch_s, seconds + transfer_s, ledger.decode_legs, instance.name
 
 
-def _decode_cost(instance: FakeInstance, work: Work, now_s: float, pairs: SourcePairs | None) -> Cost:
+def _decode_cost(instance: InstanceRecord, work: Work, now_s: float, pairs: SourcePairs | None) -> Cost:
     ledger = instance.ledger
     excess_s = instance.decode_model.itl_s(_batch(instance, work)) - work.slo.tpot_s
     prefill_s = _known(instance.error_share + ledger.remaining_s(now_s))
@@ -94,13 +94,13 @@ def _decode_cost(instance: FakeInstance, work: Work, now_s: float, pairs: Source
     return prefill_s, excess_s, ledger.decode_legs, instance.name
 
 
-def _start_s(instance: FakeInstance, work: Work, now_s: float) -> float:
+def _start_s(instance: InstanceRecord, work: Work, now_s: float) -> float:
     ledger = instance.ledger
     itl_s = instance.decode_model.itl_s(_batch(instance, work))
     return _known(itl_s + ledger.remaining_s(now_s))
 
 
-def _batch(instance: FakeInstance, work: Work) -> int:
+def _batch(instance: InstanceRecord, work: Work) -> int:
     return instance.ledger.decode_tokens + instance.ledger.reserved_tokens + work.prompt_tokens
 
 

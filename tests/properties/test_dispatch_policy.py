@@ -27,18 +27,19 @@ from fulcrum_router.policy import (
     choose_decode,
     choose_prefill,
 )
+from fulcrum_router.policy.instance_record import InstanceRecord
 from tests.properties import reference_dispatch
-from tests.unit.router.builders import IDENTITY, OTHER_MODEL, FakeInstance, instance, work
+from tests.unit.router.builders import IDENTITY, OTHER_MODEL, instance, work
 
 RULES = FlipProposalRules(enabled=True, max_decode_load=0.5)
-Choose = Callable[[list[FakeInstance], int], DispatchDecision]
+Choose = Callable[[list[InstanceRecord], int], DispatchDecision]
 
 
-def prefill(fleet: list[FakeInstance], tokens: int) -> DispatchDecision:
+def prefill(fleet: list[InstanceRecord], tokens: int) -> DispatchDecision:
     return choose_prefill(Candidates(fleet), work(tokens), now_s=0.0, rules=RULES)
 
 
-def decode(fleet: list[FakeInstance], tokens: int) -> DispatchDecision:
+def decode(fleet: list[InstanceRecord], tokens: int) -> DispatchDecision:
     return choose_decode(Candidates(fleet), work(tokens), rules=RULES, now_s=0.0)
 
 
@@ -49,7 +50,7 @@ EIGHTHS = st.integers(0, 800).map(lambda eighths: eighths / 8)
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> list[FakeInstance]:
+def fleets(draw: st.DrawFn) -> list[InstanceRecord]:
     """Up to six instances with distinct names and any work; some measurements are NaN or infinite."""
     names = draw(st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=6))
     return [
@@ -100,7 +101,7 @@ def source_pairs(draw: st.DrawFn) -> SourcePairs:
     st.booleans(),
 )
 def test_dispatch_decides_as_the_reference_does(
-    fleet: list[FakeInstance],
+    fleet: list[InstanceRecord],
     request: Work,
     now_s: float,
     exclude: frozenset[str],
@@ -124,31 +125,31 @@ def test_dispatch_decides_as_the_reference_does(
 
 @given(fleets(), TOKENS, PHASES, st.randoms(use_true_random=False))
 def test_the_order_of_instances_does_not_matter(
-    fleet: list[FakeInstance], tokens: int, choose: Choose, rng: random.Random
+    fleet: list[InstanceRecord], tokens: int, choose: Choose, rng: random.Random
 ) -> None:
     shuffled = rng.sample(fleet, len(fleet))
     assert repr(choose(shuffled, tokens)) == repr(choose(fleet, tokens))  # NaN is not equal to itself
 
 
 @given(fleets(), TOKENS, PHASES)
-def test_only_serving_instances_are_chosen(fleet: list[FakeInstance], tokens: int, choose: Choose) -> None:
+def test_only_serving_instances_are_chosen(fleet: list[InstanceRecord], tokens: int, choose: Choose) -> None:
     name = chosen(choose(fleet, tokens))
     assert name is None or name in {view.name for view in fleet if view.serving}
 
 
 @given(fleets(), TOKENS)
-def test_decode_finds_an_instance_whenever_one_serves(fleet: list[FakeInstance], tokens: int) -> None:
+def test_decode_finds_an_instance_whenever_one_serves(fleet: list[InstanceRecord], tokens: int) -> None:
     assert (chosen(decode(fleet, tokens)) is None) == (not any(view.serving for view in fleet))
 
 
 @given(fleets(), TOKENS, PHASES)
-def test_deciding_twice_decides_the_same(fleet: list[FakeInstance], tokens: int, choose: Choose) -> None:
+def test_deciding_twice_decides_the_same(fleet: list[InstanceRecord], tokens: int, choose: Choose) -> None:
     assert repr(choose(fleet, tokens)) == repr(choose(fleet, tokens))
 
 
 @given(fleets(), TOKENS, PHASES, st.integers(1, 10_000), st.floats(0, 10))
 def test_more_load_on_the_others_never_changes_the_choice(
-    fleet: list[FakeInstance], tokens: int, choose: Choose, more_tokens: int, more_s: float
+    fleet: list[InstanceRecord], tokens: int, choose: Choose, more_tokens: int, more_s: float
 ) -> None:
     before = chosen(choose(fleet, tokens))
     for view in fleet:
@@ -161,7 +162,7 @@ def test_more_load_on_the_others_never_changes_the_choice(
 
 @given(fleets(), TOKENS)
 def test_a_flip_is_proposed_only_from_a_role_with_two_or_more_instances(
-    fleet: list[FakeInstance], tokens: int
+    fleet: list[InstanceRecord], tokens: int
 ) -> None:
     for decision in (prefill(fleet, tokens), decode(fleet, tokens)):
         if isinstance(decision, FlipProposal):
@@ -170,7 +171,7 @@ def test_a_flip_is_proposed_only_from_a_role_with_two_or_more_instances(
 
 
 @given(fleets(), TOKENS)
-def test_kv_is_only_sent_where_it_can_be_read(fleet: list[FakeInstance], tokens: int) -> None:
+def test_kv_is_only_sent_where_it_can_be_read(fleet: list[InstanceRecord], tokens: int) -> None:
     source = instance("source", serving=False)
     decision = choose_decode(Candidates([*fleet, source]), work(tokens), now_s=0.0, prefilled_on=source)
     reader = {view.name: view.identity for view in fleet}.get(chosen(decision) or "")
@@ -242,7 +243,7 @@ def test_a_larger_batch_is_never_cheaper(intercept: float, slope: float, tokens:
 
 @given(fleets(), TOKENS, EIGHTHS)
 def test_equally_cold_pairs_do_not_change_the_choice(
-    fleet: list[FakeInstance], tokens: int, cold_s: float
+    fleet: list[InstanceRecord], tokens: int, cold_s: float
 ) -> None:
     pairs = SourcePairs({}, cold_s, 0.0)
     delayed = choose_decode(Candidates(fleet), work(tokens), now_s=0.0, pairs=pairs)

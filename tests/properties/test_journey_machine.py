@@ -18,6 +18,7 @@ from fulcrum_router.policy import TransferPairs
 from fulcrum_router.policy.dispatch import FlipProposalRules
 from fulcrum_router.policy.faults.failures import Failure
 from fulcrum_router.policy.faults.retry_budget import SHARE, WINDOW_S, RetryBudget
+from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.journey import (
     MAX_ATTEMPTS,
     Action,
@@ -30,7 +31,7 @@ from fulcrum_router.policy.journey import (
 )
 from fulcrum_router.policy.journey.machine import MAX_SUSPICIONS
 from fulcrum_router.policy.waiting.waiting_room import WaitingRoom
-from tests.unit.router.builders import IDENTITY, OTHER_MODEL, SLO, FakeFleet, FakeInstance, instance, work
+from tests.unit.router.builders import IDENTITY, OTHER_MODEL, SLO, FakeFleet, instance, work
 
 PUSH = TransferProtocol(name="push", decode_chosen_first=True, params_in_response=False, leased=False)
 ROOM = TransferProtocol(
@@ -68,10 +69,10 @@ CHARGED = frozenset(
 class Client:
     """One request as its client and its engines see it."""
 
-    journey: Journey[FakeInstance]
+    journey: Journey[InstanceRecord]
     needs_prefill_leg: bool = True
-    prefill_leg: FakeInstance | None = None
-    decode_leg: FakeInstance | None = None
+    prefill_leg: InstanceRecord | None = None
+    decode_leg: InstanceRecord | None = None
     waits_for_flip: bool = False
     answers: int = 0
     left: bool = False
@@ -120,7 +121,7 @@ class Journeys(RuleBasedStateMachine):
             for n, (role, own) in enumerate(zip(roles, kinds, strict=True))
         ]
         self.fleet = FakeFleet(instances)
-        self.context: JourneyContext[FakeInstance] = JourneyContext(
+        self.context: JourneyContext[InstanceRecord] = JourneyContext(
             self.fleet, TransferPairs(), protocols={"Push": PUSH, "Room": ROOM}
         )
         self.context.flip_rules = FlipProposalRules(enabled=flips)

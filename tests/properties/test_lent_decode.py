@@ -5,13 +5,14 @@ from hypothesis import strategies as st
 
 from fulcrum_core.latency import DecodeModel
 from fulcrum_core.values import Role
+from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.journey import JourneyContext
 from fulcrum_router.policy.kv_pairs.pairs import TransferPairs
 from fulcrum_router.policy.ledger import DecodeEntry
 from fulcrum_router.policy.tiers.tier_reserve import IDLE_S, Reserve
 from fulcrum_router.policy.tiers.token_account import TokenAccount, Tokens
 from fulcrum_router.policy.waiting.waiting_room import Charge
-from tests.unit.router.builders import FakeFleet, FakeInstance, instance, work
+from tests.unit.router.builders import FakeFleet, instance, work
 
 CAPACITY, STEP_S, WITHIN_S, FRACTION = 3_000, 0.01, 4.0, 0.5
 
@@ -27,7 +28,7 @@ answers = st.tuples(
 def test_a_lent_reserve_is_free_again_in_time(drawn: list[tuple[int, int, int, float]], gap: int) -> None:
     decode = instance("d", role=Role.DECODE)
     decode.kv_capacity_tokens, decode.decode_model = CAPACITY, DecodeModel(intercept=STEP_S, slope=0.0)
-    context: JourneyContext[FakeInstance] = JourneyContext(FakeFleet([decode]), TransferPairs())
+    context: JourneyContext[InstanceRecord] = JourneyContext(FakeFleet([decode]), TransferPairs())
     context.tier_reserve.set_reserves({"gold": Reserve(FRACTION, WITHIN_S)})
     room, now = context.waiting_room, round(IDLE_S / STEP_S) + 1
     sent: list[tuple[int, int, TokenAccount, DecodeEntry, Charge]] = []

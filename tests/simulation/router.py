@@ -18,7 +18,7 @@ from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.ports import Clock
 from fulcrum_core.profiles import EngineProfile
 from fulcrum_core.router_state import FlipRequest, InstanceState, RouterState
-from fulcrum_core.values import AutoscalingMode, DispatchMode, EngineIdentity, Phase, Role
+from fulcrum_core.values import AutoscalingMode, DispatchMode, Phase
 from fulcrum_operator.controller.context import ServiceKey
 from fulcrum_router.fleet.health import Health
 from fulcrum_router.policy import Candidates, FlipProposal, FlipProposalRules, TransferPairs
@@ -38,28 +38,19 @@ LEG_TIMEOUT_S = 8.0
 
 
 class RoutedInstance(LearningInstance):
-    """The router's view of one instance; implements `policy.InstanceView`."""
+    """The router's record of one instance, with its engine process."""
 
     def __init__(self, name: str, prefill: PrefillModel, decode: DecodeModel) -> None:
-        super().__init__(prefill, decode)
-        self.name = name
-        self.role = Role.DECODE
+        super().__init__(name, prefill, decode)
         self.assigned = False
         self.process: EngineProcess | None = None
-        self.identity: EngineIdentity | None = None
         self.health = Health()
-        self.on_cpu = False
-        self.error_share = 0.0
-        self.itl_s: float | None = None
-        self.kv_capacity_tokens: int | None = None
-        self.kv_usage: float | None = None
-        self.context_tokens: int | None = None
         self.batch_tokens = self.missed_probes = 0
         self.kv_lease_s = LEASE_S
 
-    @property
-    def serving(self) -> bool:
-        return self.assigned and self.process is not None and not self.health.ejected
+    def update_serving(self) -> None:
+        """Recompute `serving` after a change of assignment, process or health."""
+        self.serving = self.assigned and self.process is not None and not self.health.ejected
 
 
 class RoutedFleet:
@@ -166,6 +157,7 @@ class SimulatedRouter:
         process = self._network.find(int(endpoint.partition(":")[2])) if endpoint else None
         if process is not known.process:
             known.process, known.health, known.missed_probes, known.itl_s = process, Health(), 0, None
+        known.update_serving()
         identity = obj.status.identity.to_identity() if obj.status.identity else None
         if identity != known.identity:  # an equal one stays the same object, as candidates compare it
             known.identity = identity
@@ -269,6 +261,7 @@ class SimulatedRouter:
             return
         instance.missed_probes = 0
         instance.health.record_success()
+        instance.update_serving()
         samples = process.engine.stats.take_samples().itl_s
         instance.itl_s = sum(samples) / len(samples) if samples else None
         ledger = instance.ledger
@@ -281,6 +274,7 @@ class SimulatedRouter:
         now_s = self._clock.monotonic_s()
         if instance.health.record_failure(now_s=now_s) or is_gone:
             instance.health.eject(now_s=now_s, judged=False)
+        instance.update_serving()
 
     # Requests
 
@@ -351,6 +345,7 @@ class SimulatedRouter:
         """See `RoutingPort`."""
         if failure is None:
             instance.health.record_success()
+            instance.update_serving()
             return
         self._record_failure(instance, is_gone=failure is Failure.REFUSED)
         if leg.is_prefill:

@@ -1,7 +1,8 @@
 """The router's record of each instance: endpoint, role, health, latency models, load.
 
 `observe.objects` sets roles (from the PDAssignment) and endpoints (from the PDInstances), `observe.engines`
-what engines report, the data path health and load. Dispatch reads an instance through `policy.InstanceView`.
+what engines report, the data path health and load. Policies read the part that is
+`policy.InstanceRecord`.
 """
 
 import math
@@ -11,7 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from fulcrum_core.latency import DecodeModel, PrefillModel
-from fulcrum_core.values import KV_LEASE_S, EngineIdentity, Role
+from fulcrum_core.values import EngineIdentity, Role
 from fulcrum_router.fleet.health import Health
 from fulcrum_router.fleet.incoming_transfers import IncomingTransfers, LeasedTransfer
 from fulcrum_router.http1.failures import Failure, LegFailed
@@ -54,30 +55,19 @@ class Instance(LearningInstance):
 
     __slots__ = (
         "_changes",
-        "_identity",
-        "_role",
-        "_serving",
         "answered_at_s",
         "assigned",
         "cache_salt",
         "connection_pool",
-        "context_tokens",
         "decode_header",
         "engine_read_at_s",
         "engine_requests",
         "engine_waiting",
-        "error_share",
         "expired_transfers",
         "former_pools",
         "health",
         "incoming_transfers",
-        "itl_s",
-        "kv_capacity_tokens",
-        "kv_lease_s",
-        "kv_usage",
         "missed_probes",
-        "name",
-        "on_cpu",
         "pool",
         "prefill_header",
         "progress_at_s",
@@ -103,38 +93,25 @@ class Instance(LearningInstance):
         decode: DecodeModel = DEFAULT_DECODE,
         simulated: bool = False,
     ) -> None:
-        super().__init__(prefill, decode)
-        self.name, self.pool, self.on_cpu = name, pool, False
+        super().__init__(name, prefill, decode)
+        self.pool = pool
         self.prefill_header = b"x-fulcrum-prefill: %b\r\n" % name.encode()
         self.decode_header = b"x-fulcrum-decode: %b\r\n%b" % (
             name.encode(),
             SIMULATED_HEADER if simulated else b"",
         )
         self._changes = _Changes()
-        self._role, self._serving = Role.DECODE, False
         self.assigned = False
         """Whether the PDAssignment gives the instance a role."""
         self.starting = False
         """Whether the instance will serve soon: its engine runs and is being verified."""
-        self._identity: EngineIdentity | None = None
         self.reported_block_size: int | None = None
         """Tokens per KV block as the engine reports it; None until it was read."""
-        self.kv_lease_s = KV_LEASE_S
-        """Time for which the engine keeps KV that is not fetched, in seconds; a start-up option."""
         self.incoming_transfers: IncomingTransfers[IncomingTransfer] = IncomingTransfers()
         """Transfers that the instance was sent as decode instance and has not responded to."""
         self.health = Health()
-        self.error_share = 0.0
-        """Copy of `Health.error_share`, which dispatch reads of every instance."""
         self.connection_pool: ConnectionPool | None = None
         self.former_pools: list[ConnectionPool] = []  # of earlier endpoints, with legs in flight
-        self.itl_s: float | None = None
-        """Mean inter-token latency over the last probe interval, in seconds; None: not reported."""
-        self.kv_usage: float | None = None
-        """Used fraction of the KV cache."""
-        self.kv_capacity_tokens: int | None = None
-        """Tokens that the engine's KV cache holds; None: not reported."""
-        self.context_tokens: int | None = None
         self.engine_waiting: int | None = None
         """Requests that wait in the engine for a place or for KV blocks; None: not reported."""
         self.wait_causes = WaitCauses()
@@ -155,38 +132,8 @@ class Instance(LearningInstance):
         """Whether the engine has ever reported cached tokens: then a missing count means zero."""
         self.missed_probes, self.streamed_tokens, self.answered_at_s = 0, 0, None
 
-    @property
-    def role(self) -> Role:
-        """Current role."""
-        return self._role
-
-    @role.setter
-    def role(self, role: Role) -> None:
-        self._changes.count += role is not self._role
-        self._role = role
-
-    @property
-    def serving(self) -> bool:
-        """Whether new requests may be sent; see `update_serving`."""
-        return self._serving
-
-    @serving.setter
-    def serving(self, serving: bool) -> None:
-        self._changes.count += serving is not self._serving
-        self._serving = serving
-
-    @property
-    def identity(self) -> EngineIdentity | None:
-        """Engine properties that KV transfers depend on; None: unknown, treated as compatible."""
-        return self._identity
-
-    @identity.setter
-    def identity(self, identity: EngineIdentity | None) -> None:
-        self._changes.count += identity is not self._identity
-        self._identity = identity
-
     def report_changes_to(self, changes: _Changes) -> None:
-        """Count changes of role, `serving` and identity there from now on."""
+        """Count there from now on what `set_role`, `update_serving` and `set_identity` change."""
         self._changes = changes
 
     def set_endpoint(self, host: str, port: int) -> bool:
@@ -219,6 +166,7 @@ class Instance(LearningInstance):
         """
         if self.reported_block_size not in (None, identity.block_size):
             identity = replace(identity, block_size=self.reported_block_size)
+        self._changes.count += identity is not self.identity
         self.identity, self.kv_lease_s = identity, identity.kv_lease_s
 
     def clear_endpoint(self) -> None:
@@ -256,16 +204,23 @@ class Instance(LearningInstance):
     def assign(self, role: Role | None) -> None:
         """Set the role; None: keep the role and send no new requests."""
         if role is not None:
-            self.role = role
+            self.set_role(role)
         self.assigned = role is not None
         self.update_serving()
 
+    def set_role(self, role: Role) -> None:
+        """Set the role of an instance that may get no new requests."""
+        self._changes.count += role is not self.role
+        self.role = role
+
     def update_serving(self) -> None:
         """Recompute `serving` after a change of assignment, endpoint or health."""
-        self.serving = self.assigned and self.connection_pool is not None and not self.health.ejected
+        serving = self.assigned and self.connection_pool is not None and not self.health.ejected
+        self._changes.count += serving is not self.serving
+        self.serving = serving
 
     def update_error_share(self) -> None:
-        """Copy `error_share` after a change of health."""
+        """Copy `Health.error_share` after a change of health, for dispatch."""
         self.error_share = self.health.error_share
 
     @property

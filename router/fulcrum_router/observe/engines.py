@@ -235,9 +235,7 @@ def _update_latency(instance: Instance, text: bytes, previous: LatencySums | Non
     if seconds is None or count is None:
         instance.itl_s = None
         return None
-    batch_tokens = instance.measure_batch(
-        kv_usage=instance.kv_usage, kv_capacity_tokens=instance.kv_capacity_tokens
-    )
+    batch_tokens = instance.measure_batch()
     sums = LatencySums(seconds, count, batch_tokens)
     itl_s = sums.mean_since(previous)
     instance.itl_s = instance.discount_deflected(itl_s, since_s=time.monotonic() - PROBE_INTERVAL_S)

@@ -227,7 +227,7 @@ class StoreWatcher:
             role, entry = working.get(instance.name), assigned.get(instance.name)
             instance.assign(role)
             if role is None and entry is not None:
-                instance.role = Role(entry.role)
+                instance.set_role(Role(entry.role))
             observed = own.get(instance.name)
             instance.starting = (
                 observed is not None and phase_precedes_work(observed) and self._is_available(observed)

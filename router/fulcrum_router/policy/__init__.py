@@ -3,7 +3,7 @@
 Pure: no I/O and no clock, so that the simulator runs the code that production runs.
 """
 
-from fulcrum_router.policy.candidates import Candidates, InstanceView
+from fulcrum_router.policy.candidates import Candidates
 from fulcrum_router.policy.dispatch import (
     Dispatch,
     DispatchDecision,
@@ -15,6 +15,7 @@ from fulcrum_router.policy.dispatch import (
     choose_prefill,
     compute_decode_load,
 )
+from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.kv_pairs.pair_record import (
     PairKey,
     SourcePairs,
@@ -49,7 +50,7 @@ __all__ = [
     "DispatchReason",
     "FlipProposal",
     "FlipProposalRules",
-    "InstanceView",
+    "InstanceRecord",
     "Ledger",
     "NoInstance",
     "PairKey",

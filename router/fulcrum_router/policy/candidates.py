@@ -7,70 +7,13 @@ another when an instance has changed.
 """
 
 from collections.abc import Iterable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from fulcrum_core.kv_compatibility import can_transfer
-from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.values import EngineIdentity, Role
-from fulcrum_router.policy.ledger import Ledger
+from fulcrum_router.policy.instance_record import InstanceRecord
 
-
-class InstanceView(Protocol):
-    """The state of one instance that dispatch reads."""
-
-    @property
-    def name(self) -> str:
-        """Name of the PDInstance."""
-
-    @property
-    def role(self) -> Role:
-        """Current role."""
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the engine runs on CPUs, without an accelerator."""
-
-    @property
-    def serving(self) -> bool:
-        """Whether new work may be sent to the instance."""
-
-    @property
-    def identity(self) -> EngineIdentity | None:
-        """Engine properties that KV transfers depend on; None: unknown, treated as compatible."""
-
-    @property
-    def ledger(self) -> Ledger:
-        """Work that this router has in flight on the instance."""
-
-    @property
-    def prefill_model(self) -> PrefillModel:
-        """T(n): predicted prefill time of n tokens."""
-
-    @property
-    def decode_model(self) -> DecodeModel:
-        """I(n): predicted inter-token latency with n tokens in the batch; MT is its inverse."""
-
-    @property
-    def kv_capacity_tokens(self) -> int | None:
-        """Tokens that the engine's KV cache holds; None: not reported."""
-
-    @property
-    def context_tokens(self) -> int | None:
-        """Longest prompt and answer together that the engine takes, in tokens; None: not reported."""
-
-    @property
-    def error_share(self) -> float:
-        """Recent share of failed legs, 0 to 1."""
-
-    @property
-    def itl_s(self) -> float | None:
-        """Mean inter-token latency over the last completed second.
-
-        None: no tokens in that second, or /metrics was not read.
-        """
-
-
-V = TypeVar("V", bound=InstanceView)
+V = TypeVar("V", bound=InstanceRecord)
 
 _PREFILL, _DECODE = Role.PREFILL, Role.DECODE  # an attribute of an enum is slow to read
 

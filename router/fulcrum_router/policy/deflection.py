@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 
 from fulcrum_core.deflection import STALL_MAX, TPOT_SHARE, find_stalls_max_s
 from fulcrum_core.values import Role
-from fulcrum_router.policy.candidates import InstanceView
+from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.work import Work
 
 KV_FULL: Final = 0.9
@@ -57,7 +57,7 @@ def is_at_risk(work: Work, *, ends_at_s: float) -> bool:
 
 
 def choose_deflection(
-    instances: Iterable[InstanceView],
+    instances: Iterable[InstanceRecord],
     work: Work,
     *,
     now_s: float,
@@ -89,14 +89,14 @@ def choose_deflection(
 
 
 def _bears_stalls(
-    instance: InstanceView, work: Work, now_s: float, recovery_s: float, output_tokens: float
+    instance: InstanceRecord, work: Work, now_s: float, recovery_s: float, output_tokens: float
 ) -> bool:
     """Whether a mean answer bears this stall, and those that the instance has not caught up with."""
     behind_s = max(0.0, instance.ledger.caught_up_at_s - now_s)
     return behind_s + recovery_s <= find_stalls_max_s(tpot_s=work.slo.tpot_s, output_tokens=output_tokens)
 
 
-def _predict_recovery_s(instance: InstanceView, work: Work, now_s: float, by_s: float) -> float | None:
+def _predict_recovery_s(instance: InstanceRecord, work: Work, now_s: float, by_s: float) -> float | None:
     """Predict T(n)/φ; None: the instance cannot spare the time, or has no room."""
     ledger, tpot_s = instance.ledger, work.slo.tpot_s
     if ledger.caught_up_at_s > now_s + AHEAD_S:

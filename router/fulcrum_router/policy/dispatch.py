@@ -33,7 +33,8 @@ from typing import Final, NamedTuple
 
 from fulcrum_core.formatting import format_count
 from fulcrum_core.values import Role, Slo
-from fulcrum_router.policy.candidates import Candidates, InstanceView, V
+from fulcrum_router.policy.candidates import Candidates, V
+from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.kv_pairs.pair_record import SourcePairs, TransferDelay
 from fulcrum_router.policy.work import Work
 
@@ -214,7 +215,7 @@ def choose_decode(
     return FlipProposal(Role.DECODE, least, f"{predicted}; {reason}")
 
 
-def compute_decode_load(decode_instances: Iterable[InstanceView], slo: Slo) -> float | None:
+def compute_decode_load(decode_instances: Iterable[InstanceRecord], slo: Slo) -> float | None:
     """Compute LD: the mean inter-token latency of the decode instances, divided by S_D.
 
     An instance without requests counts as 0. The result is None if there is no decode instance, or if one has
@@ -233,7 +234,7 @@ def compute_decode_load(decode_instances: Iterable[InstanceView], slo: Slo) -> f
 
 
 def _explain_flip_to_prefill(
-    decode_instances: Sequence[InstanceView], tokens: int, slo: Slo, rules: FlipProposalRules
+    decode_instances: Sequence[InstanceRecord], tokens: int, slo: Slo, rules: FlipProposalRules
 ) -> str | None:
     """Explain why a decode instance should flip to prefill; None: no flip.
 
@@ -250,8 +251,8 @@ def _explain_flip_to_prefill(
 
 
 def _explain_flip_to_decode(
-    decode_instances: Sequence[InstanceView],
-    prefill_instances: Sequence[InstanceView],
+    decode_instances: Sequence[InstanceRecord],
+    prefill_instances: Sequence[InstanceRecord],
     work: Work,
     rules: FlipProposalRules,
     now_s: float,
@@ -272,7 +273,7 @@ def _explain_flip_to_decode(
 
 
 def _find_cheapest_prefill(
-    instances: Iterable[InstanceView],
+    instances: tuple[InstanceRecord, ...],
     work: Work,
     now_s: float,
     exclude: Collection[str],
@@ -313,7 +314,7 @@ def _find_cheapest_prefill(
 
 
 def _find_cheapest_decode(
-    instances: Iterable[InstanceView],
+    instances: tuple[InstanceRecord, ...],
     work: Work,
     now_s: float,
     exclude: Collection[str],
@@ -344,7 +345,7 @@ def _find_cheapest_decode(
     return count, best, within
 
 
-def _compute_prefill_cost(instance: InstanceView, tokens: int, now_s: float) -> UnnamedCost:
+def _compute_prefill_cost(instance: InstanceRecord, tokens: int, now_s: float) -> UnnamedCost:
     ledger = instance.ledger
     batch, model = ledger.decode_tokens, instance.prefill_model
     seconds = model.c0 + (model.c1 + model.c2 * tokens) * tokens  # T(n); a call would cost a fifth of all
@@ -358,7 +359,7 @@ def _compute_prefill_cost(instance: InstanceView, tokens: int, now_s: float) -> 
     return (other_s, seconds, ledger.decode_legs)
 
 
-def compute_decode_cost(instance: InstanceView, tokens: int, tpot_s: float, now_s: float) -> UnnamedCost:
+def compute_decode_cost(instance: InstanceRecord, tokens: int, tpot_s: float, now_s: float) -> UnnamedCost:
     """Compute the cost of decode; the second part is at most 0 if the instance passes the SLO check."""
     ledger, model = instance.ledger, instance.decode_model
     batch = ledger.decode_tokens + ledger.reserved_tokens + tokens
@@ -377,7 +378,7 @@ def compute_decode_cost(instance: InstanceView, tokens: int, tpot_s: float, now_
     return (prefill_s, excess_s, ledger.decode_legs)
 
 
-def _predict_decode_start_s(instance: InstanceView, tokens: int, now_s: float) -> float:
+def _predict_decode_start_s(instance: InstanceRecord, tokens: int, now_s: float) -> float:
     """Predict the time from the end of a KV transfer to this instance until the first token."""
     ledger = instance.ledger
     batch = ledger.decode_tokens + ledger.reserved_tokens + tokens
@@ -386,7 +387,7 @@ def _predict_decode_start_s(instance: InstanceView, tokens: int, now_s: float) -
 
 
 def _starts_within(
-    instances: Iterable[InstanceView], tokens: int, now_s: float, prefill_s: float, bound_s: float
+    instances: tuple[InstanceRecord, ...], tokens: int, now_s: float, prefill_s: float, bound_s: float
 ) -> bool:
     """Whether some instance delivers the first token in time if the prefill takes `prefill_s`."""
     none = True

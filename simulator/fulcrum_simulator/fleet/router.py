@@ -23,6 +23,7 @@ from fulcrum_router.policy.intervals import CANARY_IDLE_S, PROBE_INTERVAL_S
 from fulcrum_router.policy.journey import JourneyContext
 from fulcrum_router.policy.ledger import DecodeEntry
 from fulcrum_router.policy.newest_flip_requests import NewestFlipRequests
+from fulcrum_router.policy.predictions.learning import LearningInstance
 from fulcrum_router.policy.prefix_index import NO_PREFIX
 from fulcrum_router.policy.tiers.admission import TierAdmission
 from fulcrum_router.policy.tiers.tier_reserve import Reserve
@@ -35,6 +36,7 @@ from fulcrum_simulator.engine import (
     OutputToken,
 )
 from fulcrum_simulator.fleet.event_queue import EventQueue
+from fulcrum_simulator.fleet.instance import SimulatedInstance
 from fulcrum_simulator.fleet.prompt_blocks import PromptBlocks
 from fulcrum_simulator.fleet.records import RequestResult
 from fulcrum_simulator.fleet.routed_instance import RoutedFleet, RoutedInstance
@@ -117,8 +119,8 @@ class SimulatedRouter:
         """Have the pairs that are due connected, now and every `CANARY_INTERVAL_S`; it takes no time."""
         now_s = self.events.now_s
         pairs = self._context.pairs
-        for key in pairs.list_due(self.fleet.instances, now_s=now_s, interval_s=CANARY_IDLE_S):
-            source, reader = self.fleet[key.prefill].instance, self.fleet[key.decode].instance
+        for key in pairs.list_due(self.fleet.records, now_s=now_s, interval_s=CANARY_IDLE_S):
+            source, reader = self.fleet.by_name[key.prefill].instance, self.fleet.by_name[key.decode].instance
             if source.alive and reader.alive:
                 reader.connect(source)
                 self._record_transfer(key.prefill, key.decode)
@@ -138,15 +140,15 @@ class SimulatedRouter:
     def _probe(self) -> None:
         for view in self.fleet.instances:
             view.probe(self.events.now_s)
-        self._context.pairs.refresh(self.fleet.instances, now_s=self.events.now_s)
+        self._context.pairs.refresh(self.fleet.records, now_s=self.events.now_s)
         self.samples.append(take_sample(self.fleet.instances, self.events.now_s))
         self.start_probes()
 
     def set_serving(self, view: RoutedInstance, serving: bool) -> None:
         """Take an instance whose engine failed out of service, or one that started again back."""
-        view.serving = serving
-        self._context.pairs.invalidate(view.name)
-        self._context.forget_prefixes(view.name)
+        view.record.serving = serving
+        self._context.pairs.invalidate(view.record.name)
+        self._context.forget_prefixes(view.record.name)
         self.fleet.refresh()
         self.advance()
         self._journeys.fleet_changed()
@@ -154,11 +156,12 @@ class SimulatedRouter:
     def begin_start(self, view: RoutedInstance, serves_s: float) -> None:
         """An instance starts, and will serve then; an earlier start took as long."""
         starts, now_s = self._context.starts, self.events.now_s
-        starts.learn(view.name, serves_s - now_s)
-        starts.begin(view.name, pool=view.name, role=view.role, since_s=now_s)
+        name, role = view.record.name, view.record.role
+        starts.learn(name, serves_s - now_s)
+        starts.begin(name, pool=name, role=role, since_s=now_s)
 
         def serve() -> None:
-            starts.end(view.name, serves_s)
+            starts.end(name, serves_s)
             self.set_serving(view, view.instance.alive)
 
         self.events.schedule(serves_s, serve)
@@ -171,9 +174,9 @@ class SimulatedRouter:
         A flipped instance is out of service for the downtime of a flip.
         """
         for name, entry in assignment.roles.items():
-            view = self.fleet[name]
-            if view.role is not entry.role:
-                view.role = entry.role
+            view = self.fleet.by_name[name]
+            if view.record.role is not entry.role:
+                view.record.role = entry.role
                 self._take_out_of_service(view)
         self.fleet.refresh()
         self.generation, self._applied_at_s = generation, self.events.now_s
@@ -190,7 +193,7 @@ class SimulatedRouter:
     def _take_out_of_service(self, view: RoutedInstance) -> None:
         """Let a flipped instance serve nothing for the downtime of a flip; its legs in flight go on."""
         if self._flips is not None and self._flips.downtime_s:
-            view.serving = False
+            view.record.serving = False
             self.events.schedule(
                 self.events.now_s + self._flips.downtime_s,
                 lambda: self.set_serving(view, view.instance.alive),
@@ -208,7 +211,7 @@ class SimulatedRouter:
             instances=tuple(
                 view.report(
                     now_s,
-                    waiting_s=self._context.waiting_share_s(view),
+                    waiting_s=self._context.waiting_share_s(view.record),
                     decode_is_full=self._context.waiting_room.waits_for_decode,
                 )
                 for view in self.fleet.instances
@@ -277,9 +280,10 @@ class SimulatedRouter:
 
         self.events.schedule(at_s, call)
 
-    def open(self, leg: SimulatedLeg, instance: RoutedInstance) -> bool:
+    def open(self, leg: SimulatedLeg, instance: LearningInstance) -> bool:
         """See `RoutingPort`."""
-        if not instance.instance.alive:
+        view = self.fleet.by_name[instance.name]
+        if not view.instance.alive:
             return False
         record = self.find_record(leg)
         if record is not None:
@@ -289,11 +293,11 @@ class SimulatedRouter:
                 if not record.decode:  # else the leg continues an answer
                     record.output_tokens = leg.request.max_tokens
                 record.decode = instance.name
-        leg.request = self._reuse_kv(leg.request, instance)
-        _SentLeg(self, leg, instance)
+        leg.request = self._reuse_kv(leg.request, view.instance)
+        _SentLeg(self, leg, view.instance)
         return True
 
-    def _reuse_kv(self, request: EngineRequest, instance: RoutedInstance) -> EngineRequest:
+    def _reuse_kv(self, request: EngineRequest, instance: SimulatedInstance) -> EngineRequest:
         """Have an instance that computed the prompt fetch the KV from itself.
 
         The real engine finds the KV in its prefix cache. Without prefix caches, simulated prompts have no
@@ -302,18 +306,18 @@ class SimulatedRouter:
         computed = self._computed.pop(request.id.partition("-")[0], None)
         if not isinstance(request.kv_transfer, NoKvTransfer) or computed is None:
             return request
-        if computed.engine_id != instance.instance.engine.engine_id:
+        if computed.engine_id != instance.engine.engine_id:
             return request
         return replace(request, kv_transfer=computed)
 
-    def abort(self, leg: SimulatedLeg, instance: RoutedInstance) -> None:
+    def abort(self, leg: SimulatedLeg, instance: LearningInstance) -> None:
         """See `RoutingPort`."""
-        instance.instance.abort(leg.request.id)
+        self.fleet.by_name[instance.name].instance.abort(leg.request.id)
 
-    def build_import(self, instance: RoutedInstance, export: ExportedKv) -> KvImportRequest:
+    def build_import(self, instance: LearningInstance, export: ExportedKv) -> KvImportRequest:
         """See `RoutingPort`."""
         transfer = KvImportRequest(
-            engine_id=instance.instance.engine.engine_id,
+            engine_id=self.fleet.by_name[instance.name].instance.engine.engine_id,
             request_id=export.request_id,
             block_ids=export.block_ids,
         )
@@ -325,7 +329,7 @@ class SimulatedRouter:
         self.flip_requests.submit(proposal.role, proposal.reason)
         self.on_flip_request()
 
-    def record_leg(self, leg: SimulatedLeg, instance: RoutedInstance, failure: Failure | None) -> None:
+    def record_leg(self, leg: SimulatedLeg, instance: LearningInstance, failure: Failure | None) -> None:
         """See `RoutingPort`."""
         if failure is not None:
             if leg.is_prefill:
@@ -335,7 +339,12 @@ class SimulatedRouter:
             self._record_transfer(source, instance.name)
 
     def learn_prefill(
-        self, leg: SimulatedLeg, instance: RoutedInstance, *, cached_tokens: int, computed_for_s: float | None
+        self,
+        leg: SimulatedLeg,
+        instance: LearningInstance,
+        *,
+        cached_tokens: int,
+        computed_for_s: float | None,
     ) -> None:
         """See `RoutingPort`."""
         record = self.find_record(leg)
@@ -357,10 +366,10 @@ class _SentLeg:
     Implements `instance.EngineLeg`. A decode response counts at the engine; the client gets it a hop later.
     """
 
-    __slots__ = ("_leg", "_router", "_timeout", "_view", "entry", "request")
+    __slots__ = ("_instance", "_leg", "_router", "_timeout", "entry", "request")
 
-    def __init__(self, router: SimulatedRouter, leg: SimulatedLeg, view: RoutedInstance) -> None:
-        self._router, self._leg, self._view, self.request = router, leg, view, leg.request
+    def __init__(self, router: SimulatedRouter, leg: SimulatedLeg, instance: SimulatedInstance) -> None:
+        self._router, self._leg, self._instance, self.request = router, leg, instance, leg.request
         self.entry: DecodeEntry | None = None
         events = router.events
         timeout_s = TIMEOUTS.prefill if leg.is_prefill else TIMEOUTS.first_byte
@@ -369,7 +378,7 @@ class _SentLeg:
 
     def _submit(self) -> None:
         if not self._leg.ended:
-            self._view.instance.submit(self)
+            self._instance.submit(self)
 
     def on_token(self, token: OutputToken) -> None:
         if not self._leg.is_prefill:
@@ -399,7 +408,7 @@ class _SentLeg:
 
     def _time_out(self) -> None:
         if not self._leg.ended:
-            self._view.instance.abort(self.request.id)
+            self._instance.abort(self.request.id)
             self._router.advance()
             self._leg.on_failure(Failure.TIMEOUT)
 

@@ -260,7 +260,7 @@ class _Simulation:
         if options.policy.name not in FLIPPING | PLANNED:
             return None
         roles = {
-            view.name: RoleAssignment(role=view.role, since=0.0, by=Actor.OPERATOR)
+            view.record.name: RoleAssignment(role=view.record.role, since=0.0, by=Actor.OPERATOR)
             for view in self._router.fleet.instances
         }
         assignment = PDAssignmentSpec(service="simulated", roles=roles)
@@ -283,7 +283,7 @@ class _Simulation:
         )
 
     def _list_serving(self) -> list[str]:
-        return [view.name for view in self._router.fleet.instances if view.instance.alive]
+        return [view.record.name for view in self._router.fleet.instances if view.instance.alive]
 
     def _build_planner(self) -> SplitPlanner:
         options = self._options
@@ -339,7 +339,7 @@ class _Simulation:
     def _fail(self, instance: SimulatedInstance) -> None:
         if instance.alive:
             self._engine_failures += 1
-            self._router.set_serving(self._router.fleet[instance.name], False)
+            self._router.set_serving(self._router.fleet.by_name[instance.name], False)
             instance.fail(self._options.profile.startup_s)
         self._schedule_failure(instance)
 

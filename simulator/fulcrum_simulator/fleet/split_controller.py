@@ -81,8 +81,8 @@ class SplitController:
             now_s=self._router.events.now_s,
             state=state,
             traffic=self._measure_traffic(),
-            prefill_model=_average([view.prefill_model for view in views]),
-            decode_model=_average([view.decode_model for view in views]),
+            prefill_model=_average([view.record.prefill_model for view in views]),
+            decode_model=_average([view.record.decode_model for view in views]),
             kv_capacity_tokens=self._kv_capacity_tokens,
             slo=self._router.slo,
         )

@@ -14,8 +14,9 @@ from typing import Generic, Protocol, TypeVar
 from fulcrum_core.values import Slo
 from fulcrum_router.policy.dispatch import FlipProposal
 from fulcrum_router.policy.faults.failures import Failure
+from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.intervals import SWEEP_INTERVAL_S
-from fulcrum_router.policy.journey import Action, Journey, JourneyContext, JourneyInstance
+from fulcrum_router.policy.journey import Action, Journey, JourneyContext
 from fulcrum_router.policy.ledger import DecodeEntry
 from fulcrum_router.policy.prefix_index import NO_PREFIX, PromptPrefix
 from fulcrum_router.policy.work import Work
@@ -60,8 +61,8 @@ class SimulatedRequest:
     skips_admission: bool = False
 
 
-V = TypeVar("V", bound=JourneyInstance)
-V_contra = TypeVar("V_contra", bound=JourneyInstance, contravariant=True)
+V = TypeVar("V", bound=InstanceRecord)
+V_contra = TypeVar("V_contra", bound=InstanceRecord, contravariant=True)
 
 
 class RoutingPort(Protocol[V_contra]):
@@ -231,7 +232,7 @@ class _Run:
             tenant=request.tenant,
             prefix=request.prefix,
         )
-        self.journey: Journey[JourneyInstance] = Journey(routing.context, work)
+        self.journey: Journey[InstanceRecord] = Journey(routing.context, work)
         if request.skips_admission:
             self.journey.skip_admission()
         self.journey.on_moved = self.act
@@ -294,7 +295,7 @@ class _Run:
         )
         return SimulatedLeg(self, sent, is_prefill=is_prefill)
 
-    def _open(self, leg: SimulatedLeg, instance: JourneyInstance | None) -> None:
+    def _open(self, leg: SimulatedLeg, instance: InstanceRecord | None) -> None:
         assert instance is not None
         if not self._routing.port.open(leg, instance):
             leg.on_failure(Failure.REFUSED)

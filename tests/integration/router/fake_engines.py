@@ -330,7 +330,7 @@ async def run_router(
         servers[engine.name] = server
         engine.port = server.sockets[0].getsockname()[1]
         instance = _instance_at(engine.name, engine.port)
-        instance.identity = EngineIdentity("m", "fake 1", "bf16", 16, 1)
+        instance.set_identity(EngineIdentity("m", "fake 1", "bf16", 16, 1))
         router.fleet.add(instance)
     bound = bind_socket("127.0.0.1", 0, option="--port")
     served = RouterServer(router, sweep_s=0.01, grace_s=grace_s)

@@ -1,14 +1,13 @@
 """Builders for the instances that dispatch chooses from, for requests, and for the leg of a response."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from fulcrum_core.latency import DecodeModel, PrefillModel
-from fulcrum_core.values import KV_LEASE_S, EngineIdentity, Role, Slo
+from fulcrum_core.values import EngineIdentity, Role, Slo
 from fulcrum_router.data_path.continuation import Continuation
 from fulcrum_router.fleet.instances import Instance
-from fulcrum_router.policy import Candidates, Ledger, Work
+from fulcrum_router.policy import Candidates, InstanceRecord, Work
 from fulcrum_router.policy.tiers.token_account import TokenAccount, Tokens
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.05)
@@ -20,38 +19,18 @@ IDENTITY = EngineIdentity("m", "v 1", "bf16", 16, 1)
 OTHER_MODEL = EngineIdentity("other", "v 1", "bf16", 16, 1)
 
 
-@dataclass
-class FakeInstance:
-    """An instance by `policy.InstanceView`."""
-
-    name: str
-    role: Role
-    serving: bool = True
-    identity: EngineIdentity | None = IDENTITY
-    ledger: Ledger = field(default_factory=Ledger)
-    prefill_model: PrefillModel = PREFILL
-    decode_model: DecodeModel = DECODE
-    error_share: float = 0.0
-    itl_s: float | None = None
-    kv_capacity_tokens: int | None = None
-    context_tokens: int | None = None
-    kv_lease_s: float = KV_LEASE_S
-    kv_usage: float | None = None
-    on_cpu: bool = False
-
-
 class FakeFleet:
     """A fleet by `policy.journey.FleetView`."""
 
-    def __init__(self, instances: Iterable[FakeInstance]) -> None:
+    def __init__(self, instances: Iterable[InstanceRecord]) -> None:
         self.instances = tuple(sorted(instances, key=lambda i: i.name))
 
     @property
-    def candidates(self) -> Candidates[FakeInstance]:
+    def candidates(self) -> Candidates[InstanceRecord]:
         """Anew at each call: tests change the instances."""
         return Candidates(self.instances)
 
-    def __getitem__(self, name: str) -> FakeInstance:
+    def __getitem__(self, name: str) -> InstanceRecord:
         return next(i for i in self.instances if i.name == name)
 
 
@@ -67,12 +46,13 @@ def instance(
     serving: bool = True,
     identity: EngineIdentity | None = IDENTITY,
     itl_s: float | None = None,
-) -> FakeInstance:
+    prefill: PrefillModel = PREFILL,
+    decode: DecodeModel = DECODE,
+) -> InstanceRecord:
     """Make an instance with work in flight; without `role`, names with `p…` prefill and others decode."""
-    view = FakeInstance(
-        name, role or (Role.PREFILL if name.startswith("p") else Role.DECODE), serving, identity
-    )
-    view.itl_s, view.error_share = itl_s, error_share
+    role = role or (Role.PREFILL if name.startswith("p") else Role.DECODE)
+    view = InstanceRecord(name, prefill, decode, role=role)
+    view.serving, view.identity, view.itl_s, view.error_share = serving, identity, itl_s, error_share
     if queued_s or prefilling:
         view.ledger.add_prefill(tokens=prefilling, predicted_s=queued_s, now_s=0.0)
     if decoding:

@@ -13,7 +13,6 @@ from fulcrum_router.policy.journey.context import (
     FleetView,
     FlipWaits,
     JourneyContext,
-    JourneyInstance,
 )
 from fulcrum_router.policy.journey.machine import Journey
 from fulcrum_router.policy.journey.protocols import NIXL_PULL, TransferProtocol
@@ -29,7 +28,6 @@ __all__ = [
     "FlipWaits",
     "Journey",
     "JourneyContext",
-    "JourneyInstance",
     "LocalPrefillReason",
     "State",
     "StopReason",

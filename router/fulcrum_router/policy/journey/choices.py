@@ -10,6 +10,7 @@ from collections.abc import Hashable
 
 from fulcrum_core.api import conditions
 from fulcrum_core.values import Role
+from fulcrum_router.policy.candidates import V
 from fulcrum_router.policy.deflection import Deflection
 from fulcrum_router.policy.dispatch import (
     NO_FLIP_PROPOSALS,
@@ -22,7 +23,6 @@ from fulcrum_router.policy.dispatch import (
     choose_decode,
     choose_prefill,
 )
-from fulcrum_router.policy.journey.context import V
 from fulcrum_router.policy.journey.eligible import EligibleInstances
 from fulcrum_router.policy.journey.protocols import NIXL_PULL, find_protocol
 from fulcrum_router.policy.journey.states import Action, LocalPrefillReason, State, StopReason

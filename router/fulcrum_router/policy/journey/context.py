@@ -8,17 +8,16 @@ the rest. The router and the simulated router have one each.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol
 
 from fulcrum_core.values import AdmissionMode, OverloadAction, Role
-from fulcrum_router.policy.candidates import Candidates, InstanceView
+from fulcrum_router.policy.candidates import Candidates, V
 from fulcrum_router.policy.demand import Demand
 from fulcrum_router.policy.dispatch import NO_FLIP_PROPOSALS
 from fulcrum_router.policy.faults.engine_deaths import EngineDeaths
 from fulcrum_router.policy.faults.retry_budget import RetryBudget
 from fulcrum_router.policy.journey.protocols import PROTOCOLS, TransferProtocol
 from fulcrum_router.policy.kv_pairs.pairs import TransferPairs
-from fulcrum_router.policy.ledger import Ledger
 from fulcrum_router.policy.overflow import PromptCounts
 from fulcrum_router.policy.predictions.prompt_limit import ASSUMED_CONTEXT_TOKENS
 from fulcrum_router.policy.prefix_index import PrefixIndex
@@ -61,27 +60,7 @@ INSTANCES_ASKED = 64
 """Largest number of instances whose predictions of a prompt are averaged for the demand. Larger fleets are
 sampled evenly, each request beginning with another instance."""
 
-
 _ENFORCE = AdmissionMode.ENFORCE  # an attribute of an enum is slow to read
-
-
-class JourneyInstance(InstanceView, Protocol):
-    """One instance as a journey uses it: what dispatch reads, and the ledger that the journey writes."""
-
-    @property
-    def ledger(self) -> Ledger:
-        """Work that this router has in flight on the instance."""
-
-    @property
-    def kv_usage(self) -> float | None:
-        """Used fraction of the engine's KV cache; None: not reported."""
-
-    @property
-    def kv_lease_s(self) -> float:
-        """Time for which the engine keeps KV that is not fetched, in seconds."""
-
-
-V = TypeVar("V", bound=JourneyInstance)
 
 
 class FleetView(Protocol[V]):

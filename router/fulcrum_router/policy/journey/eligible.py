@@ -7,9 +7,9 @@ used by itself.
 
 import math
 
+from fulcrum_router.policy.candidates import V
 from fulcrum_router.policy.deflection import Deflection, choose_deflection, is_at_risk
 from fulcrum_router.policy.dispatch import Dispatch, DispatchDecision, FlipProposal, compute_decode_cost
-from fulcrum_router.policy.journey.context import V
 from fulcrum_router.policy.journey.record import JourneyRecord
 from fulcrum_router.policy.journey.states import State
 from fulcrum_router.policy.overflow import choose_overflow

@@ -27,11 +27,12 @@ from itertools import chain
 
 from fulcrum_core.api import conditions
 from fulcrum_core.values import Role
+from fulcrum_router.policy.candidates import V
 from fulcrum_router.policy.dispatch import NO_FLIP_PROPOSALS
 from fulcrum_router.policy.faults.blame import SHED_STATUSES, is_ambiguous, is_rejection
 from fulcrum_router.policy.faults.failures import Failure
 from fulcrum_router.policy.journey.choices import MAX_ATTEMPTS, JourneyChoices
-from fulcrum_router.policy.journey.context import SHED_BACKOFF_S, V
+from fulcrum_router.policy.journey.context import SHED_BACKOFF_S
 from fulcrum_router.policy.journey.states import Action, LocalPrefillReason, State, StopReason
 from fulcrum_router.policy.predictions.prompt_limit import SHORT_PROMPT_TOKENS, cap_prompt
 

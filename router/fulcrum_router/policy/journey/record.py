@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Generic
 
 from fulcrum_core.values import AdmissionMode
+from fulcrum_router.policy.candidates import V
 from fulcrum_router.policy.dispatch import DispatchReason, FlipProposal
 from fulcrum_router.policy.faults.failures import Failure
-from fulcrum_router.policy.journey.context import JourneyContext, V
+from fulcrum_router.policy.journey.context import JourneyContext
 from fulcrum_router.policy.journey.protocols import NIXL_PULL, TransferProtocol
 from fulcrum_router.policy.journey.states import Action, LocalPrefillReason, State, StopReason
 from fulcrum_router.policy.kv_pairs.kv_lease import max_usable_age_s

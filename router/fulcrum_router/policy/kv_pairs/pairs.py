@@ -16,7 +16,8 @@ from statistics import fmean
 
 from fulcrum_core.api import conditions
 from fulcrum_core.values import Role
-from fulcrum_router.policy.candidates import InstanceView, can_read
+from fulcrum_router.policy.candidates import can_read
+from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.kv_pairs.pair_record import PairKey, SourcePairs, TransferDelay, TransferPair
 
 DEFAULT_HANDSHAKE_S = 0.2
@@ -98,7 +99,7 @@ class TransferPairs:
             if name in pairs:
                 pairs[name].invalidate()
 
-    def refresh(self, instances: Sequence[InstanceView], *, now_s: float) -> None:
+    def refresh(self, instances: Sequence[InstanceRecord], *, now_s: float) -> None:
         """Drop the pairs of removed instances, and update delays and broken prefill instances."""
         known = {instance.name for instance in instances}
         self._by_source = {
@@ -124,7 +125,7 @@ class TransferPairs:
         return fmean(measured) if measured else DEFAULT_HANDSHAKE_S
 
     def _find_least_delay(
-        self, prefill: str, decode_instances: Iterable[InstanceView], now_s: float
+        self, prefill: str, decode_instances: Iterable[InstanceRecord], now_s: float
     ) -> TransferDelay:
         """Find the least delay of a prefill instance to any decode instance; similar lags count as equal."""
         pairs, least_lag_s = self.list_from(prefill), self._least_lag_s_per_1k_tokens
@@ -146,7 +147,7 @@ class TransferPairs:
                 return _NO_DELAY
         return _NO_DELAY if wait_s == math.inf else TransferDelay(wait_s, lag_s / 1_000)
 
-    def _is_broken(self, prefill: InstanceView, decode_instances: Sequence[InstanceView]) -> bool:
+    def _is_broken(self, prefill: InstanceRecord, decode_instances: Sequence[InstanceRecord]) -> bool:
         pairs = self._by_source.get(prefill.name, _NO_PAIRS)
         if not pairs or not decode_instances:
             return False
@@ -157,7 +158,7 @@ class TransferPairs:
         return True
 
     def list_due(
-        self, instances: Sequence[InstanceView], *, now_s: float, interval_s: float
+        self, instances: Sequence[InstanceRecord], *, now_s: float, interval_s: float
     ) -> list[PairKey]:
         """List the pairs of these instances that are due for a canary, the most urgent first.
 
@@ -207,16 +208,18 @@ _NO_PAIRS: dict[str, TransferPair] = {}
 """Never written to."""
 
 
-def _list_candidate_pairs(instances: Sequence[InstanceView]) -> Iterable[tuple[InstanceView, InstanceView]]:
+def _list_candidate_pairs(
+    instances: Sequence[InstanceRecord],
+) -> Iterable[tuple[InstanceRecord, InstanceRecord]]:
     """List compatible pairs; in a large service, each instance only with the 1st, 2nd, 4th … after it."""
     count = len(instances)
     if count <= MAX_FULL_MESH_INSTANCES:
-        pairs: Iterable[tuple[InstanceView, InstanceView]] = permutations(instances, 2)
+        pairs: Iterable[tuple[InstanceRecord, InstanceRecord]] = permutations(instances, 2)
     else:
         steps = [2**power for power in range(count.bit_length()) if 2**power < count]
         pairs = ((one, instances[(i + step) % count]) for i, one in enumerate(instances) for step in steps)
     return (pair for pair in pairs if can_read(pair[0].identity, pair[1].identity))
 
 
-def _matches_roles(prefill: InstanceView, decode: InstanceView) -> bool:
+def _matches_roles(prefill: InstanceRecord, decode: InstanceRecord) -> bool:
     return prefill.role is not Role.DECODE and decode.role is not Role.PREFILL

@@ -4,31 +4,31 @@ The router's instances and the simulated ones are built on it, so that both lear
 """
 
 from fulcrum_core.latency import DecodeModel, PrefillModel
-from fulcrum_router.policy.ledger import Ledger
+from fulcrum_core.values import Role
+from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.predictions.estimate import DecodePredictor, PrefillPredictor
 from fulcrum_router.policy.predictions.prefill_samples import PrefillSampler
 
 
-class LearningInstance:
-    """The ledger of one instance, and the latency models that its responses correct."""
+class LearningInstance(InstanceRecord):
+    """The record of one instance, whose latency models are corrected by its responses."""
 
-    __slots__ = (
-        "_decode_predictor",
-        "_deflections",
-        "_prefill_predictor",
-        "_prefill_sampler",
-        "decode_model",
-        "ledger",
-        "prefill_model",
-    )
+    __slots__ = ("_decode_predictor", "_deflections", "_prefill_predictor", "_prefill_sampler")
 
-    def __init__(self, prefill: PrefillModel, decode: DecodeModel) -> None:
-        self.ledger = Ledger()
+    def __init__(
+        self,
+        name: str,
+        prefill: PrefillModel,
+        decode: DecodeModel,
+        *,
+        role: Role = Role.DECODE,
+        on_cpu: bool = False,
+    ) -> None:
+        super().__init__(name, prefill, decode, role=role, on_cpu=on_cpu)
         self._deflections = 0
         """Prompts that were deflected here until the last probe."""
         self._prefill_sampler = PrefillSampler()
         self._prefill_predictor, self._decode_predictor = PrefillPredictor(prefill), DecodePredictor(decode)
-        self.prefill_model, self.decode_model = prefill, decode
 
     def start_from(self, prefill: PrefillModel | None, decode: DecodeModel | None) -> None:
         """Predict with these models instead of what was learned, and learn from them on; None: no change."""
@@ -59,7 +59,7 @@ class LearningInstance:
         """Forget responses that are not learned from yet: a leg failed that the engine may still compute."""
         self._prefill_sampler.clear()
 
-    def measure_batch(self, *, kv_usage: float | None, kv_capacity_tokens: int | None) -> int:
+    def measure_batch(self) -> int:
         """Count the KV tokens of the requests that decode now; 0: not known, since prompts are computed, too.
 
         Called once for each probe. A prompt that was deflected here since the last one made steps longer.
@@ -71,9 +71,9 @@ class LearningInstance:
         self._deflections = ledger.deflections
         if ledger.prefill_tokens or ledger.deflections != deflections_before:
             return 0
-        if kv_usage is None or kv_capacity_tokens is None:
+        if self.kv_usage is None or self.kv_capacity_tokens is None:
             return ledger.decode_tokens
-        return min(ledger.decode_tokens, round(kv_usage * kv_capacity_tokens))
+        return min(ledger.decode_tokens, round(self.kv_usage * self.kv_capacity_tokens))
 
     def discount_deflected(self, itl_s: float | None, *, since_s: float) -> float | None:
         """Return the inter-token latency of decode alone, of one that was measured from `since_s` on.

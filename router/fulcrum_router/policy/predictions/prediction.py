@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from fulcrum_router.policy.candidates import InstanceView
+from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.kv_pairs.pair_record import SourcePairs
 from fulcrum_router.policy.predictions.estimate import PredictionErrorMean
 from fulcrum_router.policy.work import Work
@@ -49,7 +49,7 @@ class PredictedTtft(NamedTuple):
 
 
 def predict_ttft(
-    work: Work, prefill: InstanceView, decode: InstanceView, *, now_s: float, pairs: SourcePairs
+    work: Work, prefill: InstanceRecord, decode: InstanceRecord, *, now_s: float, pairs: SourcePairs
 ) -> PredictedTtft:
     """Predict the TTFT of a request that is sent to these instances now, as one that uses both.
 

@@ -8,7 +8,7 @@ when the request arrives; the request itself is sent unchanged.
 
 from collections.abc import Iterable
 
-from fulcrum_router.policy.candidates import InstanceView
+from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.work import Work
 
 ASSUMED_CONTEXT_TOKENS = 131_072
@@ -18,7 +18,7 @@ SHORT_PROMPT_TOKENS = 512
 """Every engine takes a prompt of this length."""
 
 
-def cap_prompt(work: Work, instances: Iterable[InstanceView]) -> Work:
+def cap_prompt(work: Work, instances: Iterable[InstanceRecord]) -> Work:
     """Count each prompt of a request as at most the longest that any instance takes."""
     longest = 0
     for instance in instances:
@@ -29,7 +29,7 @@ def cap_prompt(work: Work, instances: Iterable[InstanceView]) -> Work:
     return work.with_prompt_tokens(longest) if longest else work
 
 
-def find_longest_prompt(instance: InstanceView) -> int:
+def find_longest_prompt(instance: InstanceRecord) -> int:
     """The longest prompt that an instance takes, in tokens: its context, or its smaller KV cache."""
     context_tokens = instance.context_tokens or ASSUMED_CONTEXT_TOKENS
     return min(context_tokens, instance.kv_capacity_tokens or context_tokens)

@@ -39,8 +39,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from fulcrum_core.values import AdmissionMode, OverloadAction, Role
-from fulcrum_router.policy.candidates import InstanceView
 from fulcrum_router.policy.dispatch import KV_FULL
+from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.kv_pairs.pair_record import TransferDelay
 from fulcrum_router.policy.starts import ComingInstance
 from fulcrum_router.policy.tiers.decode_share import MAX_REQUEST_SHARE, STEP_SHARE, find_kv_share
@@ -223,8 +223,8 @@ class Admission:
 
 
 def predict_admission(
-    prefill: Sequence[InstanceView],
-    decode: Sequence[InstanceView],
+    prefill: Sequence[InstanceRecord],
+    decode: Sequence[InstanceRecord],
     work: Work,
     *,
     now_s: float,
@@ -284,13 +284,13 @@ def predict_admission(
     return Forecast(now_s - work.arrival_s + soonest_s + start_s, least_s + step_s, load, stay_s)
 
 
-def _wait_for_another(prefill: Sequence[InstanceView], *, now_s: float, ttft_s: float) -> float:
+def _wait_for_another(prefill: Sequence[InstanceRecord], *, now_s: float, ttft_s: float) -> float:
     """Time until two instances have at most `ttft_s` of work left: one is for others than this request."""
     return max(0.0, sorted(instance.ledger.remaining_s(now_s) for instance in prefill)[1] - ttft_s)
 
 
 def predict_prefill(
-    prefill: Sequence[InstanceView],
+    prefill: Sequence[InstanceRecord],
     work: Work,
     *,
     now_s: float,
@@ -338,7 +338,7 @@ def _find_drain_s(work_s: float, instances: int, coming: Sequence[ComingInstance
 
 
 def _predict_decode_load(
-    decode: Sequence[InstanceView],
+    decode: Sequence[InstanceRecord],
     *,
     tpot_s: float,
     own_tokens: float,
@@ -385,7 +385,7 @@ def _limit_tokens(tokens: Sequence[float], limits: Sequence[float]) -> list[floa
     return [min(n, most * limit) for n, limit in zip(tokens, limits, strict=True)]
 
 
-def _find_limit(instance: InstanceView, tpot_s: float, kv_share: float | None) -> float:
+def _find_limit(instance: InstanceRecord, tpot_s: float, kv_share: float | None) -> float:
     """Tokens that an instance can decode; an objective that even an empty step misses limits nothing.
 
     `kv_share`: share of the KV cache that the tier may fill; None: it is the highest tier.

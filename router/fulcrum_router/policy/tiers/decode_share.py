@@ -15,7 +15,7 @@ sends requests: each such prompt stalls all answers of its instance. `journey.el
 import math
 from collections.abc import Collection, Iterable
 
-from fulcrum_router.policy.candidates import InstanceView
+from fulcrum_router.policy.instance_record import InstanceRecord
 
 KV_SHARE = 0.8
 """Share of the KV cache that lower tiers may fill with prompts and predicted answers."""
@@ -62,7 +62,7 @@ class DecodeShare:
         )
 
     def must_wait(
-        self, decode: Iterable[InstanceView], *, priority: int, tokens: float, kept: float = 0.0
+        self, decode: Iterable[InstanceRecord], *, priority: int, tokens: float, kept: float = 0.0
     ) -> bool:
         """Whether a request of this priority has to wait.
 
@@ -84,7 +84,7 @@ class DecodeShare:
             known = True
         return known
 
-    def _has_room(self, instance: InstanceView, tokens: float, kv_share: float) -> bool:
+    def _has_room(self, instance: InstanceRecord, tokens: float, kv_share: float) -> bool:
         ledger = instance.ledger
         in_use = ledger.decode_tokens + ledger.reserved_tokens
         if not in_use:

@@ -54,7 +54,7 @@ def test_an_instance_that_was_hardly_measured_is_not_judged() -> None:
 def test_decode_instances_are_compared_by_their_steps() -> None:
     router = make_router("a", "a", "a")
     for instance, itl_s in zip(router.fleet.instances, (0.02, 0.02, 0.2), strict=True):
-        instance.role = Role.DECODE
+        instance.set_role(Role.DECODE)
         instance.start_from(PrefillModel(0.01, 1e-4, 0.0), DecodeModel(0.02, 0.0))
         for _ in range(MIN_SAMPLES):
             instance.learn_decode(tokens=10_000, itl_s=itl_s)

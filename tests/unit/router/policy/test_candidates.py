@@ -1,6 +1,7 @@
 """Candidates: what dispatch prepares once, so that a decision looks at each instance a few times only."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -9,10 +10,11 @@ import pytest
 from fulcrum_core.values import Role
 from fulcrum_router.fleet.instances import Fleet, Instance
 from fulcrum_router.policy import Candidates, Dispatch, choose_decode, choose_prefill
-from tests.unit.router.builders import IDENTITY, OTHER_MODEL, FakeInstance, instance, work
+from fulcrum_router.policy.instance_record import InstanceRecord
+from tests.unit.router.builders import DECODE, IDENTITY, OTHER_MODEL, PREFILL, instance, work
 
 
-class CountedInstance(FakeInstance):
+class CountedInstance(InstanceRecord):
     """Counts the reads of its attributes."""
 
     reads: ClassVar[Counter[str]] = Counter()
@@ -25,10 +27,11 @@ class CountedInstance(FakeInstance):
 @pytest.mark.parametrize("groups", [1, 2, 32], ids=lambda groups: f"{groups} identity groups")
 def test_a_decision_reads_each_instance_at_most_twice_whatever_the_groups(groups: int) -> None:
     roles = (Role.PREFILL, Role.DECODE)
-    fleet: list[FakeInstance] = [
-        CountedInstance(f"i{i:02}", roles[i % 2], identity=replace(IDENTITY, model=f"m{i // 2 % groups}"))
-        for i in range(64)
-    ]
+    fleet: list[InstanceRecord] = []
+    for number in range(64):
+        fleet.append(CountedInstance(f"i{number:02}", PREFILL, DECODE, role=roles[number % 2]))
+        fleet[-1].serving = True
+        fleet[-1].identity = replace(IDENTITY, model=f"m{number // 2 % groups}")
     candidates, source = Candidates(fleet), fleet[0]
     for _ in range(2):  # the first decision for a source finds its readers
         CountedInstance.reads.clear()
@@ -46,15 +49,20 @@ def test_only_a_change_of_role_serving_identity_or_members_makes_new_candidates(
     for name in ("a", "b"):
         fleet.add(Instance(name))
 
-    def is_renewed_by(change: str, value: object) -> bool:
+    one = fleet["a"]
+    one.set_endpoint("127.0.0.1", 9)
+
+    def is_renewed_by(change: Callable[[], None]) -> bool:
         before = fleet.candidates
-        setattr(fleet["a"], change, value)
+        change()
         return fleet.candidates is not before
 
     assert fleet.candidates is fleet.candidates
-    changes = [("serving", True), ("serving", True), ("role", Role.PREFILL), ("identity", IDENTITY)]
-    assert [is_renewed_by(*change) for change in changes] == [True, False, True, True]
-    assert not is_renewed_by("itl_s", 0.1)
+    assert is_renewed_by(lambda: one.assign(Role.DECODE)), "it serves now"
+    assert not is_renewed_by(lambda: one.assign(Role.DECODE))
+    assert is_renewed_by(lambda: one.set_role(Role.PREFILL))
+    assert is_renewed_by(lambda: one.set_identity(IDENTITY))
+    assert not is_renewed_by(lambda: one.learn_decode(tokens=1_000, itl_s=0.1))
     assert [i.name for i in fleet.candidates.prefill] == ["a"]
     fleet.keep_only(["b"])
     assert fleet.candidates.prefill == ()

@@ -12,11 +12,12 @@ from fulcrum_router.policy import TransferPairs
 from fulcrum_router.policy.deflection import AHEAD_S, MIXED_FACTOR, choose_deflection
 from fulcrum_router.policy.dispatch import FlipProposalRules
 from fulcrum_router.policy.faults.failures import Failure
+from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext, LocalPrefillReason
 from fulcrum_router.policy.predictions.learning import LearningInstance
 from fulcrum_router.policy.tiers.admission import Admission
 from fulcrum_router.policy.tiers.forecast_errors import MIN_SAMPLES, UNKNOWN_FACTOR
-from tests.unit.router.builders import DECODE, PREFILL, SLO, FakeFleet, FakeInstance, instance, work
+from tests.unit.router.builders import DECODE, PREFILL, SLO, FakeFleet, instance, work
 
 TOKENS = 100
 """A prompt of 0.11 s among decodes."""
@@ -37,7 +38,7 @@ def decode_instance(
     local_s: float = 0.0,
     prefill: PrefillModel = PREFILL,
     decode: DecodeModel = DECODE,
-) -> FakeInstance:
+) -> InstanceRecord:
     made = instance(name, role=role, decoding=decoding, reserved=reserved)
     made.kv_capacity_tokens, made.prefill_model, made.decode_model = capacity, prefill, decode
     made.ledger.caught_up_at_s = caught_up_at_s
@@ -61,7 +62,7 @@ def test_a_prompt_takes_the_time_that_decode_spares() -> None:
     ],
 )
 def test_the_instance_that_catches_up_first_gets_the_prompt(
-    first: FakeInstance, second: FakeInstance
+    first: InstanceRecord, second: InstanceRecord
 ) -> None:
     found = choose_deflection([first, second], work(TOKENS), now_s=0.0, by_s=1.0, output_tokens=OUTPUT)
     assert found is not None
@@ -83,7 +84,7 @@ def test_the_instance_that_catches_up_first_gets_the_prompt(
         ),
     ],
 )
-def test_an_instance_that_cannot_spare_the_time_gets_no_prompt(tokens: int, made: FakeInstance) -> None:
+def test_an_instance_that_cannot_spare_the_time_gets_no_prompt(tokens: int, made: InstanceRecord) -> None:
     assert choose_deflection([made], work(tokens), now_s=0.0, by_s=1.0, output_tokens=OUTPUT) is None
 
 
@@ -144,10 +145,10 @@ def test_decode_catches_up_with_one_prompt_after_the_other() -> None:
 
 def make_context(
     *, queued_s: float, deflects: bool = True, ahead_s: float = math.inf
-) -> JourneyContext[FakeInstance]:
+) -> JourneyContext[InstanceRecord]:
     """One prefill instance with so much work, and two decode instances."""
     fleet = FakeFleet([instance("p1", queued_s=queued_s), instance("d1"), instance("d2")])
-    context: JourneyContext[FakeInstance] = JourneyContext(fleet, TransferPairs())
+    context: JourneyContext[InstanceRecord] = JourneyContext(fleet, TransferPairs())
     context.deflects, context.waiting_room.prefill_ahead_s = deflects, ahead_s
     return context
 
@@ -338,7 +339,7 @@ def test_a_waiting_request_is_not_deflected_while_decode_has_no_room_for_its_tie
 
 
 def test_deflected_prompts_are_no_decode_load() -> None:
-    learning = LearningInstance(PREFILL, DECODE)
+    learning = LearningInstance("d", PREFILL, DECODE)
     learning.ledger.add_decode(tokens=1_000)
     learning.ledger.deflect(recovery_s=2.0, now_s=10.0)
     latencies = [learning.discount_deflected(itl_s, since_s=11.0) for itl_s in (0.045, 0.015, None)]
@@ -347,9 +348,9 @@ def test_deflected_prompts_are_no_decode_load() -> None:
 
 
 def test_no_decode_time_is_learned_from_a_second_with_a_deflected_prompt() -> None:
-    learning = LearningInstance(PREFILL, DECODE)
+    learning = LearningInstance("d", PREFILL, DECODE)
     learning.ledger.add_decode(tokens=80_000)
-    batches = [learning.measure_batch(kv_usage=None, kv_capacity_tokens=None)]
+    batches = [learning.measure_batch()]
     learning.ledger.deflect(recovery_s=1.0, now_s=0.0)
-    batches += [learning.measure_batch(kv_usage=None, kv_capacity_tokens=None) for _ in range(2)]
+    batches += [learning.measure_batch() for _ in range(2)]
     assert batches == [80_000, 0, 80_000]

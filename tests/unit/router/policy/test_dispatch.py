@@ -1,7 +1,6 @@
 """Every branch of the choice of a prefill and of a decode instance (Arrow's Algorithm 1)."""
 
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -19,7 +18,8 @@ from fulcrum_router.policy import (
     choose_prefill,
     compute_decode_load,
 )
-from tests.unit.router.builders import OTHER_MODEL, SLO, FakeInstance, instance, work
+from fulcrum_router.policy.instance_record import InstanceRecord
+from tests.unit.router.builders import OTHER_MODEL, SLO, instance, work
 
 FLIPS = FlipProposalRules(enabled=True, max_decode_load=0.5, to_decode_cooldown_until_s=100.0)
 LATE = 3.0
@@ -126,7 +126,7 @@ PREFILL_CASES = [
 
 @pytest.mark.parametrize(("instances", "expected"), PREFILL_CASES)
 def test_prefill_goes_to_the_cheapest_instance_within_the_slo(
-    instances: list[FakeInstance], expected: DispatchDecision
+    instances: list[InstanceRecord], expected: DispatchDecision
 ) -> None:
     assert rounded(choose_prefill(Candidates(instances), work(100), now_s=0.0, rules=FLIPS)) == expected
 
@@ -174,7 +174,7 @@ def test_prefill_proposes_a_flip_only_if_an_idle_instance_meets_the_slo(tokens: 
 
 
 def test_one_instance_that_is_fast_enough_suffices_to_propose_a_flip() -> None:
-    fast = replace(instance("d2"), prefill_model=PrefillModel(c0=0.0, c1=1e-4, c2=0.0))
+    fast = instance("d2", prefill=PrefillModel(c0=0.0, c1=1e-4, c2=0.0))
     fleet = [instance("p1", queued_s=LATE), instance("d1"), fast]
     assert isinstance(choose_prefill(Candidates(fleet), work(5000), now_s=0.0, rules=FLIPS), FlipProposal)
 
@@ -228,7 +228,7 @@ DECODE_CASES = [
 
 @pytest.mark.parametrize(("instances", "expected"), DECODE_CASES)
 def test_decode_goes_to_the_cheapest_instance_within_the_slo(
-    instances: list[FakeInstance], expected: DispatchDecision
+    instances: list[InstanceRecord], expected: DispatchDecision
 ) -> None:
     assert rounded(choose_decode(Candidates(instances), work(100), rules=FLIPS, now_s=100.0)) == expected
 
@@ -267,7 +267,7 @@ def test_decode_stays_on_a_prefill_instance_that_has_become_a_decode_instance() 
     ],
 )
 def test_decode_leaves_a_prefill_instance_that_cannot_decode_now(
-    flipped: FakeInstance, exclude: tuple[str, ...]
+    flipped: InstanceRecord, exclude: tuple[str, ...]
 ) -> None:
     chosen = choose_decode(
         Candidates([flipped, instance("d1")]), work(100), now_s=0.0, prefilled_on=flipped, exclude=exclude
@@ -355,8 +355,8 @@ def test_an_engine_that_fails_fast_is_not_the_cheapest(phase: str) -> None:
 
 def test_instances_on_different_hardware_compare_by_time() -> None:
     """The fast one has five times the work, and would still start the prompt and the output sooner."""
-    fast_p = replace(instance("p1", queued_s=0.05), prefill_model=PrefillModel(c0=0.0, c1=1e-4, c2=0.0))
-    fast_d = replace(instance("d1", decoding=1000), decode_model=DecodeModel(intercept=0.002, slope=1e-6))
+    fast_p = instance("p1", queued_s=0.05, prefill=PrefillModel(c0=0.0, c1=1e-4, c2=0.0))
+    fast_d = instance("d1", decoding=1000, decode=DecodeModel(intercept=0.002, slope=1e-6))
     slow_p, slow_d = instance("p2", queued_s=0.01), instance("d2", decoding=200)
     candidates = Candidates([fast_p, slow_p, fast_d, slow_d])
     chosen = [choose(candidates, work(100), now_s=0.0) for choose in (choose_prefill, choose_decode)]
@@ -383,6 +383,6 @@ def test_equal_costs_go_to_the_instance_with_the_fewest_requests() -> None:
     ],
 )
 def test_decode_load_is_the_mean_itl_over_the_slo(
-    decode_instances: list[FakeInstance], load: float | None
+    decode_instances: list[InstanceRecord], load: float | None
 ) -> None:
     assert compute_decode_load(decode_instances, SLO) == load

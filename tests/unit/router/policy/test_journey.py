@@ -11,6 +11,7 @@ from fulcrum_router.policy import PairKey, TransferPairs
 from fulcrum_router.policy.dispatch import FlipProposalRules
 from fulcrum_router.policy.faults.failures import Failure
 from fulcrum_router.policy.faults.retry_budget import FLOOR
+from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.journey import (
     FLIP_WAIT_BACKOFF_S,
     FLIP_WAIT_S,
@@ -23,27 +24,27 @@ from fulcrum_router.policy.journey import (
     TransferProtocol,
 )
 from fulcrum_router.policy.predictions.prompt_limit import ASSUMED_CONTEXT_TOKENS
-from tests.unit.router.builders import IDENTITY, OTHER_MODEL, SLO, FakeFleet, FakeInstance, instance, work
+from tests.unit.router.builders import IDENTITY, OTHER_MODEL, SLO, FakeFleet, instance, work
 
 TOKENS = 100
 
 
 def make_context(
-    *instances: FakeInstance, protocols: Mapping[str, TransferProtocol] | None = None
-) -> JourneyContext[FakeInstance]:
+    *instances: InstanceRecord, protocols: Mapping[str, TransferProtocol] | None = None
+) -> JourneyContext[InstanceRecord]:
     """The context of a fleet; by default two prefill and two decode instances."""
     fleet = FakeFleet(instances or tuple(instance(name) for name in ("p1", "p2", "d1", "d2")))
     return JourneyContext(fleet, TransferPairs(), protocols=protocols or {})
 
 
 def begin(
-    context: JourneyContext[FakeInstance], *, reason: LocalPrefillReason | None = None
-) -> tuple[Journey[FakeInstance], Action]:
+    context: JourneyContext[InstanceRecord], *, reason: LocalPrefillReason | None = None
+) -> tuple[Journey[InstanceRecord], Action]:
     journey = Journey(context, work(TOKENS), local_prefill_reason=reason)
     return journey, journey.begin(0.0)
 
 
-def begin_decode(context: JourneyContext[FakeInstance]) -> Journey[FakeInstance]:
+def begin_decode(context: JourneyContext[InstanceRecord]) -> Journey[InstanceRecord]:
     """A journey whose decode leg was sent with the KV of the prefill leg."""
     journey, action = begin(context)
     assert action is Action.SEND_PREFILL
@@ -51,12 +52,12 @@ def begin_decode(context: JourneyContext[FakeInstance]) -> Journey[FakeInstance]
     return journey
 
 
-def answer(journey: Journey[FakeInstance], now_s: float = 0.0, **changes: Any) -> Action:
+def answer(journey: Journey[InstanceRecord], now_s: float = 0.0, **changes: Any) -> Action:
     """The prefill leg is answered; its lease begins at 0."""
     return journey.prefill_responded(now_s, **{"lease_from_s": 0.0, "has_params": True, **changes})
 
 
-def targets(journey: Journey[FakeInstance]) -> tuple[str | None, str | None]:
+def targets(journey: Journey[InstanceRecord]) -> tuple[str | None, str | None]:
     """Names of the instances of the last prefill leg and of the last decode leg."""
     prefill, decode = journey.prefill_instance, journey.decode_instance
     return prefill.name if prefill else None, decode.name if decode else None
@@ -85,7 +86,7 @@ def test_a_prompt_counts_as_no_longer_than_engines_take(
     assert (ledgers[0].prefill_tokens, ledgers[1].reserved_tokens) == (counted, counted)
 
 
-def ledgers_are_empty(context: JourneyContext[FakeInstance]) -> bool:
+def ledgers_are_empty(context: JourneyContext[InstanceRecord]) -> bool:
     assert isinstance(context.fleet, FakeFleet)
     names = (
         "prefill_queued_s",
@@ -148,7 +149,7 @@ def test_each_text_of_a_request_counts_its_prompt_in_decode(choices: int, prompt
     ],
 )
 def test_without_a_transfer_the_decode_instance_computes_the_prompt(
-    reason: LocalPrefillReason | None, make: Callable[[], JourneyContext[FakeInstance]], shown: str | None
+    reason: LocalPrefillReason | None, make: Callable[[], JourneyContext[InstanceRecord]], shown: str | None
 ) -> None:
     context = make()
     journey, action = begin(context, reason=reason)
@@ -334,7 +335,7 @@ def test_all_legs_of_one_engine_that_dies_are_one_death() -> None:
     assert context.engine_deaths.count(10.2) == 0
 
 
-def lose_stream(journey: Journey[FakeInstance], now_s: float) -> Action:
+def lose_stream(journey: Journey[InstanceRecord], now_s: float) -> Action:
     """The stream has its first byte, and its decode engine dies."""
     journey.first_byte(now_s)
     action = journey.decode_failed(now_s, Failure.CLOSED, delivered_tokens=3)
@@ -393,7 +394,7 @@ def test_engines_that_refuse_or_shed_or_are_removed_are_no_deaths() -> None:
     assert journey.stop_reason is None
 
 
-def exhaust(context: JourneyContext[FakeInstance]) -> None:
+def exhaust(context: JourneyContext[InstanceRecord]) -> None:
     while context.retry_budget.take_retry(0.0):
         pass
 
@@ -444,7 +445,7 @@ def test_one_client_cannot_use_up_the_retry_budget_with_requests_that_engines_an
 # --- responses that go on with another instance -------------------------------------------------------
 
 
-def begin_stream(context: JourneyContext[FakeInstance]) -> Journey[FakeInstance]:
+def begin_stream(context: JourneyContext[InstanceRecord]) -> Journey[InstanceRecord]:
     journey = begin_decode(context)
     journey.first_byte(0.2)
     return journey
@@ -553,7 +554,7 @@ def test_no_prefill_leg_goes_to_an_instance_whose_pairs_are_all_broken() -> None
 # --- flips -------------------------------------------------------------------------------------------
 
 
-def make_late_context() -> JourneyContext[FakeInstance]:
+def make_late_context() -> JourneyContext[InstanceRecord]:
     """No prefill instance meets the TTFT objective, and a decode instance may flip."""
     context = make_context(instance("p1", queued_s=5.0), instance("d1"), instance("d2"))
     for name in ("d1", "d2"):
@@ -648,7 +649,7 @@ ROOM = TransferProtocol(
 )
 
 
-def make_other_context(protocol: TransferProtocol) -> JourneyContext[FakeInstance]:
+def make_other_context(protocol: TransferProtocol) -> JourneyContext[InstanceRecord]:
     """Four instances whose engines speak a made-up protocol."""
     identity = replace(IDENTITY, connector="MadeUp")
     names = ("p1", "p2", "d1", "d2")

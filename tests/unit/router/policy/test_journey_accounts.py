@@ -6,19 +6,20 @@ import pytest
 
 from fulcrum_router.policy import TransferPairs
 from fulcrum_router.policy.faults.failures import Failure
+from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext, LocalPrefillReason
 from fulcrum_router.policy.predictions.prompt_limit import ASSUMED_CONTEXT_TOKENS
 from fulcrum_router.policy.tiers.token_counters import INPUT_WEIGHT, OUTPUT_WEIGHT
-from tests.unit.router.builders import FakeFleet, FakeInstance, instance, work
+from tests.unit.router.builders import FakeFleet, instance, work
 
 LIMIT = 100_000
 PROMPT, EXPECTED = 900, 100
 """Tokens that are taken from the tenant."""
 
-Story = Callable[[Journey[FakeInstance]], Action]
+Story = Callable[[Journey[InstanceRecord]], Action]
 
 
-def make_context() -> JourneyContext[FakeInstance]:
+def make_context() -> JourneyContext[InstanceRecord]:
     names = ("p1", "p2", "d1", "d2", "d3")
     context = JourneyContext(FakeFleet([instance(name) for name in names]), TransferPairs())
     context.rate_limits.set_limits({"free": LIMIT})
@@ -26,7 +27,7 @@ def make_context() -> JourneyContext[FakeInstance]:
     return context
 
 
-def find_used(context: JourneyContext[FakeInstance]) -> tuple[float, float]:
+def find_used(context: JourneyContext[InstanceRecord]) -> tuple[float, float]:
     """The tokens that the bucket of the tenant lacks, and the counter of the tenant."""
     missing = context.rate_limits.by_tier["free"].take("acme", LIMIT, 0.0) * LIMIT / 60
     return round(missing, 6), context.waiting_room.find_counters(0, "free")["acme"]
@@ -36,49 +37,49 @@ def weigh(prompt: float, output: float) -> tuple[float, float]:
     return prompt + output, INPUT_WEIGHT * prompt + OUTPUT_WEIGHT * output
 
 
-def prefill(journey: Journey[FakeInstance], *, tokens: int | None = None) -> None:
+def prefill(journey: Journey[InstanceRecord], *, tokens: int | None = None) -> None:
     assert (
         journey.prefill_responded(0.0, lease_from_s=0.0, has_params=True, tokens=tokens) is Action.SEND_DECODE
     )
 
 
-def stream(journey: Journey[FakeInstance], tokens: int) -> None:
+def stream(journey: Journey[InstanceRecord], tokens: int) -> None:
     journey.first_byte(0.0)
     assert journey.decode_entry is not None
     journey.decode_entry.add_tokens(tokens)
 
 
-def is_streamed_without_usage(journey: Journey[FakeInstance]) -> Action:
+def is_streamed_without_usage(journey: Journey[InstanceRecord]) -> Action:
     prefill(journey)
     stream(journey, 30)
     return journey.decode_ended(0.0)
 
 
-def ends_with_usage(journey: Journey[FakeInstance]) -> Action:
+def ends_with_usage(journey: Journey[InstanceRecord]) -> Action:
     prefill(journey)
     stream(journey, 32)
     return journey.decode_ended(0.0, prompt_tokens=1_200, output_tokens=30)
 
 
-def is_answered_whole(journey: Journey[FakeInstance]) -> Action:
+def is_answered_whole(journey: Journey[InstanceRecord]) -> Action:
     prefill(journey, tokens=1_200)
     journey.first_byte(0.0)
     return journey.decode_ended(0.0, prompt_tokens=1_200, output_tokens=3_000)
 
 
-def is_answered_whole_without_usage(journey: Journey[FakeInstance]) -> Action:
+def is_answered_whole_without_usage(journey: Journey[InstanceRecord]) -> Action:
     prefill(journey)
     journey.first_byte(0.0)
     return journey.decode_ended(0.0)
 
 
-def breaks(journey: Journey[FakeInstance]) -> Action:
+def breaks(journey: Journey[InstanceRecord]) -> Action:
     prefill(journey)
     stream(journey, 30)
     return journey.decode_failed(0.0, Failure.CLOSED)
 
 
-def goes_on_elsewhere(journey: Journey[FakeInstance]) -> Action:
+def goes_on_elsewhere(journey: Journey[InstanceRecord]) -> Action:
     """The engine of the rest counts what the client had before as a part of the prompt."""
     prefill(journey, tokens=1_200)
     stream(journey, 30)
@@ -88,7 +89,7 @@ def goes_on_elsewhere(journey: Journey[FakeInstance]) -> Action:
     return journey.decode_ended(0.0, prompt_tokens=1_229, output_tokens=10)
 
 
-def goes_on_and_breaks_again(journey: Journey[FakeInstance]) -> Action:
+def goes_on_and_breaks_again(journey: Journey[InstanceRecord]) -> Action:
     prefill(journey)
     stream(journey, 30)
     journey.decode_failed(0.0, Failure.CLOSED, delivered_tokens=29)
@@ -97,7 +98,7 @@ def goes_on_and_breaks_again(journey: Journey[FakeInstance]) -> Action:
     return journey.decode_failed(0.0, Failure.TIMEOUT)
 
 
-def is_retried(journey: Journey[FakeInstance]) -> Action:
+def is_retried(journey: Journey[InstanceRecord]) -> Action:
     prefill(journey)
     assert journey.decode_failed(0.0, Failure.CLOSED) is Action.SEND_PREFILL
     prefill(journey)
@@ -105,14 +106,14 @@ def is_retried(journey: Journey[FakeInstance]) -> Action:
     return journey.decode_ended(0.0)
 
 
-def is_shed_by_all(journey: Journey[FakeInstance]) -> Action:
+def is_shed_by_all(journey: Journey[InstanceRecord]) -> Action:
     prefill(journey, tokens=5_000)
     for _ in range(2):
         assert journey.decode_failed(0.0, Failure.REFUSED, started=False) is Action.SEND_DECODE
     return journey.decode_failed(0.0, Failure.REFUSED, started=False)
 
 
-def times_out_everywhere(journey: Journey[FakeInstance]) -> Action:
+def times_out_everywhere(journey: Journey[InstanceRecord]) -> Action:
     prefill(journey)
     while (action := journey.decode_failed(0.0, Failure.TIMEOUT)) is not Action.FAIL:
         assert action is Action.SEND_PREFILL
@@ -120,41 +121,41 @@ def times_out_everywhere(journey: Journey[FakeInstance]) -> Action:
     return action
 
 
-def takes_too_long(journey: Journey[FakeInstance]) -> Action:
+def takes_too_long(journey: Journey[InstanceRecord]) -> Action:
     prefill(journey)
     return journey.decode_failed(0.0, Failure.TOO_LONG)
 
 
-def kills_two_engines(journey: Journey[FakeInstance]) -> Action:
+def kills_two_engines(journey: Journey[InstanceRecord]) -> Action:
     assert journey.prefill_failed(0.0, Failure.CLOSED) is Action.SEND_PREFILL
     return journey.prefill_failed(0.0, Failure.CLOSED)
 
 
-def is_rejected_before_decode(journey: Journey[FakeInstance]) -> Action:
+def is_rejected_before_decode(journey: Journey[InstanceRecord]) -> Action:
     return journey.prefill_rejected(0.0)
 
 
-def is_rejected_by_decode(journey: Journey[FakeInstance]) -> Action:
+def is_rejected_by_decode(journey: Journey[InstanceRecord]) -> Action:
     prefill(journey)
     return journey.decode_rejected(0.0)
 
 
-def is_left_during_the_prefill(journey: Journey[FakeInstance]) -> Action:
+def is_left_during_the_prefill(journey: Journey[InstanceRecord]) -> Action:
     return journey.client_left(0.0)
 
 
-def is_left_during_the_stream(journey: Journey[FakeInstance]) -> Action:
+def is_left_during_the_stream(journey: Journey[InstanceRecord]) -> Action:
     prefill(journey)
     stream(journey, 30)
     return journey.client_left(0.0)
 
 
-def is_left_before_a_whole_response(journey: Journey[FakeInstance]) -> Action:
+def is_left_before_a_whole_response(journey: Journey[InstanceRecord]) -> Action:
     prefill(journey)
     return journey.client_left(0.0)
 
 
-def is_left_twice(journey: Journey[FakeInstance]) -> Action:
+def is_left_twice(journey: Journey[InstanceRecord]) -> Action:
     breaks(journey)
     journey.client_left(0.0)
     return journey.proceed(0.0)

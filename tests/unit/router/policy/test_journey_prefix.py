@@ -5,9 +5,10 @@ import math
 import pytest
 
 from fulcrum_router.policy import TransferPairs
+from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext
 from fulcrum_router.policy.prefix_index import PromptPrefix
-from tests.unit.router.builders import PREFILL, FakeFleet, FakeInstance, instance, work
+from tests.unit.router.builders import PREFILL, FakeFleet, instance, work
 
 TOKENS, CACHED = 1000, 900
 PROMPT = PromptPrefix((11, 12, 13), (300, 600, 900))
@@ -17,7 +18,7 @@ SAVED_S = PREFILL.ttft_s(TOKENS) - PREFILL.ttft_s(TOKENS - CACHED)
 
 def make_context(
     *, queued_s: float = 0.0, ahead_s: float = math.inf, aware: bool = True
-) -> JourneyContext[FakeInstance]:
+) -> JourneyContext[InstanceRecord]:
     """p1 has no work; p2 has the prompt in its cache and work for `queued_s`."""
     fleet = FakeFleet((instance("p1"), instance("p2", queued_s=queued_s), instance("d1")))
     context = JourneyContext(fleet, TransferPairs())
@@ -30,7 +31,7 @@ def make_context(
     return context
 
 
-def begin(context: JourneyContext[FakeInstance], prefix: PromptPrefix = PROMPT) -> Journey[FakeInstance]:
+def begin(context: JourneyContext[InstanceRecord], prefix: PromptPrefix = PROMPT) -> Journey[InstanceRecord]:
     journey = Journey(context, work(TOKENS, prefix=prefix))
     journey.begin(0.0)
     return journey

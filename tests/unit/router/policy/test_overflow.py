@@ -12,9 +12,10 @@ from fulcrum_core.values import AdmissionMode, EngineIdentity, Role
 from fulcrum_router.policy import Candidates, TransferPairs
 from fulcrum_router.policy.dispatch import DispatchReason
 from fulcrum_router.policy.faults.failures import Failure
+from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext, LocalPrefillReason
 from fulcrum_router.policy.overflow import AHEAD_S, IN_TIME_SHARE, LONG_PROMPT_TOKENS, choose_overflow
-from tests.unit.router.builders import IDENTITY, SLO, FakeFleet, FakeInstance, instance, work
+from tests.unit.router.builders import IDENTITY, SLO, FakeFleet, instance, work
 
 LONG = LONG_PROMPT_TOKENS + 1_000
 GPU = PrefillModel(c0=0.0, c1=1e-5, c2=0.0)
@@ -24,7 +25,7 @@ CPU = PrefillModel(c0=0.0, c1=1e-4, c2=0.0)
 OTHER_ATTENTION = replace(IDENTITY, attention="CPU_ATTN")
 
 
-def gpu(name: str, *, queued_s: float = 0.0, decoding: int = 0) -> FakeInstance:
+def gpu(name: str, *, queued_s: float = 0.0, decoding: int = 0) -> InstanceRecord:
     made = instance(name, queued_s=queued_s, decoding=decoding)
     made.prefill_model, made.decode_model = GPU, DecodeModel(intercept=0.01, slope=1e-6)
     return made
@@ -37,14 +38,14 @@ def cpu(
     role: Role = Role.PREFILL,
     identity: EngineIdentity | None = IDENTITY,
     model: PrefillModel = CPU,
-) -> FakeInstance:
+) -> InstanceRecord:
     made = instance(name, role=role, queued_s=queued_s, identity=identity)
     made.on_cpu, made.prefill_model = True, model
     return made
 
 
-def start(*instances: FakeInstance, tokens: int = LONG) -> tuple[Journey[FakeInstance], Action]:
-    context: JourneyContext[FakeInstance] = JourneyContext(FakeFleet(instances), TransferPairs())
+def start(*instances: InstanceRecord, tokens: int = LONG) -> tuple[Journey[InstanceRecord], Action]:
+    context: JourneyContext[InstanceRecord] = JourneyContext(FakeFleet(instances), TransferPairs())
     context.waiting_room.prefill_ahead_s = 0.5
     journey = Journey(context, work(tokens))
     return journey, journey.begin(0.0)
@@ -65,7 +66,7 @@ def start(*instances: FakeInstance, tokens: int = LONG) -> tuple[Journey[FakeIns
     ],
 )
 def test_a_cpu_takes_what_accelerators_compute_too_late_and_it_in_time(
-    *, instances: list[FakeInstance], ends_at_s: float, tokens: int, lower: bool, found: str | None
+    *, instances: list[InstanceRecord], ends_at_s: float, tokens: int, lower: bool, found: str | None
 ) -> None:
     chosen = choose_overflow(
         instances, work(tokens), now_s=0.0, ends_at_s=ends_at_s, start_s=0.05, is_lower_tier=lower
@@ -131,7 +132,7 @@ def test_a_cpu_takes_no_prompt_that_decode_has_no_room_for() -> None:
 
 def test_prompts_on_cpus_are_admitted_and_counted() -> None:
     fleet = FakeFleet([gpu("p1", queued_s=2.0), gpu("d1"), cpu()])
-    context: JourneyContext[FakeInstance] = JourneyContext(fleet, TransferPairs())
+    context: JourneyContext[InstanceRecord] = JourneyContext(fleet, TransferPairs())
     context.admission.mode = AdmissionMode.ENFORCE
     actions = [Journey(context, work(LONG)).begin(0.0) for _ in range(2)]
     counts = context.prompts

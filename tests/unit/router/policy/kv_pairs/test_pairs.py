@@ -17,6 +17,7 @@ from fulcrum_router.policy import (
     choose_prefill,
     classify_transfer,
 )
+from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.kv_pairs.pair_record import PROBLEM_AFTER_MISSES, WARM_FOR_S, TransferPair
 from fulcrum_router.policy.kv_pairs.pairs import (
     MAX_FULL_MESH_INSTANCES,
@@ -24,7 +25,7 @@ from fulcrum_router.policy.kv_pairs.pairs import (
     MAX_REPORTED_PAIRS,
     PROBLEM_PAIR_RETRY_S,
 )
-from tests.unit.router.builders import OTHER_MODEL, FakeInstance, instance, work
+from tests.unit.router.builders import OTHER_MODEL, instance, work
 
 KEY = PairKey("p1", "d1")
 
@@ -154,7 +155,7 @@ def test_the_first_transfer_measures_the_handshake_and_short_prompts_are_not_tim
     assert pair.transfer_s_per_1k_tokens == pytest.approx(0.01)
 
 
-def fleet(prefills: int = 1, decodes: int = 2) -> list[FakeInstance]:
+def fleet(prefills: int = 1, decodes: int = 2) -> list[InstanceRecord]:
     return [
         *(instance(f"d{i + 1}") for i in range(decodes)),
         *(instance(f"p{i + 1}") for i in range(prefills)),
@@ -173,7 +174,7 @@ def record(
         pairs[key].record(outcome, now_s=now_s)
 
 
-def choose(pairs: TransferPairs, views: list[FakeInstance], tokens: int) -> tuple[str, float]:
+def choose(pairs: TransferPairs, views: list[InstanceRecord], tokens: int) -> tuple[str, float]:
     """The decode instance for a prompt on p1, and the first part of its cost."""
     source = next(view for view in views if view.name == "p1")
     decision = choose_decode(

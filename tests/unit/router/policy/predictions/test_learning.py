@@ -18,14 +18,15 @@ from fulcrum_router.policy.predictions.learning import LearningInstance
 def test_no_more_tokens_are_in_the_batch_than_in_the_kv_cache(
     kv_usage: float | None, kv_capacity_tokens: int | None, expected: int
 ) -> None:
-    instance = LearningInstance(DEFAULT_PREFILL, DEFAULT_DECODE)
+    instance = LearningInstance("d", DEFAULT_PREFILL, DEFAULT_DECODE)
     instance.ledger.add_decode(tokens=80_000)
-    measured = instance.measure_batch(kv_usage=kv_usage, kv_capacity_tokens=kv_capacity_tokens)
-    assert measured == expected
+    instance.kv_usage, instance.kv_capacity_tokens = kv_usage, kv_capacity_tokens
+    assert instance.measure_batch() == expected
 
 
 def test_the_batch_is_not_known_while_prompts_are_computed() -> None:
-    instance = LearningInstance(DEFAULT_PREFILL, DEFAULT_DECODE)
+    instance = LearningInstance("d", DEFAULT_PREFILL, DEFAULT_DECODE)
     instance.ledger.add_decode(tokens=80_000)
     instance.ledger.add_local_prefill(tokens=100, predicted_s=1.0, now_s=0.0)
-    assert instance.measure_batch(kv_usage=0.5, kv_capacity_tokens=100_000) == 0
+    instance.kv_usage, instance.kv_capacity_tokens = 0.5, 100_000
+    assert instance.measure_batch() == 0

@@ -7,6 +7,7 @@ import pytest
 
 from fulcrum_core.values import AdmissionMode, OverloadAction, Role, Slo
 from fulcrum_router.policy import TransferPairs
+from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext, LocalPrefillReason, StopReason
 from fulcrum_router.policy.starts import ComingInstance
 from fulcrum_router.policy.tiers.admission import (
@@ -21,7 +22,7 @@ from fulcrum_router.policy.tiers.admission import (
 )
 from fulcrum_router.policy.tiers.forecast_errors import MIN_SAMPLES
 from fulcrum_router.policy.tiers.tier_reserve import Reserve
-from tests.unit.router.builders import SLO, FakeFleet, FakeInstance, instance, work
+from tests.unit.router.builders import SLO, FakeFleet, instance, work
 
 EVERY_TIER = TierAdmission()
 
@@ -122,8 +123,8 @@ def test_a_request_that_asks_for_little_output_is_not_degraded() -> None:
 class Predicted:
     """A prediction for a prompt of 100 tokens (0.1 s) by default."""
 
-    prefill: tuple[FakeInstance, ...] = (instance("p1"),)
-    decode: tuple[FakeInstance, ...] = (instance("d1"),)
+    prefill: tuple[InstanceRecord, ...] = (instance("p1"),)
+    decode: tuple[InstanceRecord, ...] = (instance("d1"),)
     backlog_s: float = 0.0
     output_tokens: float = 0.0
     mean_output_tokens: float = 100.0
@@ -300,11 +301,11 @@ def test_reservations_for_one_instance_take_no_room_of_others() -> None:
         ),
     ],
 )
-def test_what_cannot_be_predicted_refuses_nobody(decode: tuple[FakeInstance, ...], slo: Slo) -> None:
+def test_what_cannot_be_predicted_refuses_nobody(decode: tuple[InstanceRecord, ...], slo: Slo) -> None:
     assert Predicted(decode=decode).find(slo=slo).decode_load == 0.0
 
 
-def make_context(mode: AdmissionMode, *, queued_s: float) -> JourneyContext[FakeInstance]:
+def make_context(mode: AdmissionMode, *, queued_s: float) -> JourneyContext[InstanceRecord]:
     context = JourneyContext(FakeFleet((instance("p1", queued_s=queued_s), instance("d1"))), TransferPairs())
     context.admission.mode = mode
     for _ in range(MIN_SAMPLES):
@@ -483,7 +484,7 @@ def test_a_refused_request_is_no_demand_allows_no_retry_and_takes_no_reserve_bac
 def test_admission_knows_the_reserve_of_a_tier(tier: str, priority: int, action: Action) -> None:
     """Two instances with 0.6 s of work each, and 0.7 s of the higher tier silver that wait."""
     fleet = FakeFleet([instance("p1", queued_s=0.6), instance("p2", queued_s=0.6), instance("d1")])
-    context: JourneyContext[FakeInstance] = JourneyContext(fleet, TransferPairs())
+    context: JourneyContext[InstanceRecord] = JourneyContext(fleet, TransferPairs())
     context.admission.mode, context.waiting_room.prefill_ahead_s = AdmissionMode.ENFORCE, 0.5
     context.tier_reserve.set_reserves({"gold": Reserve(0.5)})
     context.tier_reserve.record_arrival("gold", 0.0)

@@ -2,11 +2,12 @@
 
 import pytest
 
+from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.tiers.decode_share import SENDS_FOR_S, DecodeShare
-from tests.unit.router.builders import FakeInstance, instance
+from tests.unit.router.builders import instance
 
 
-def decode(tokens: int, *, capacity: int | None = None, reserved: int = 0) -> FakeInstance:
+def decode(tokens: int, *, capacity: int | None = None, reserved: int = 0) -> InstanceRecord:
     view = instance("d", decoding=tokens, reserved=reserved)
     view.kv_capacity_tokens = capacity
     return view
@@ -24,7 +25,7 @@ def decode(tokens: int, *, capacity: int | None = None, reserved: int = 0) -> Fa
         pytest.param([decode(0, capacity=50)], False, id="an empty instance takes any request"),
     ],
 )
-def test_lower_tiers_leave_room_in_decode(instances: list[FakeInstance], waits: bool) -> None:
+def test_lower_tiers_leave_room_in_decode(instances: list[InstanceRecord], waits: bool) -> None:
     share = DecodeShare()
     share.set_tiers({0, 10}, tpot_s=0.05)
     assert share.must_wait(instances, priority=0, tokens=100) is waits
@@ -39,7 +40,7 @@ def test_lower_tiers_leave_room_in_decode(instances: list[FakeInstance], waits: 
         pytest.param(decode(410, capacity=1_000), True, id="less of the KV cache's share"),
     ],
 )
-def test_a_long_prompt_needs_no_more_than_half_of_the_room(instance: FakeInstance, waits: bool) -> None:
+def test_a_long_prompt_needs_no_more_than_half_of_the_room(instance: InstanceRecord, waits: bool) -> None:
     share = DecodeShare()
     share.set_tiers({0, 10}, tpot_s=0.05)
     assert share.must_wait([instance], priority=0, tokens=100_000) is waits

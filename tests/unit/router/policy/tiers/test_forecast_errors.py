@@ -6,6 +6,7 @@ import pytest
 
 from fulcrum_core.values import AdmissionMode
 from fulcrum_router.policy import TransferPairs
+from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext
 from fulcrum_router.policy.tiers.forecast_errors import (
     MIN_SAMPLES,
@@ -14,7 +15,7 @@ from fulcrum_router.policy.tiers.forecast_errors import (
     WINDOW,
     ForecastErrors,
 )
-from tests.unit.router.builders import FakeFleet, FakeInstance, instance, work
+from tests.unit.router.builders import FakeFleet, instance, work
 
 
 def learn(*ratios: float, forecast_s: float = 3.0) -> ForecastErrors:
@@ -49,7 +50,7 @@ def test_a_forecast_is_corrected_by_what_most_requests_exceed(errors: ForecastEr
 def test_requests_are_admitted_if_such_forecasts_were_too_long(is_streamed: bool, action: Action) -> None:
     """A response that is not streamed does not say when its first token was."""
     fleet = FakeFleet((instance("p1", queued_s=0.85), instance("d1")))
-    context: JourneyContext[FakeInstance] = JourneyContext(fleet, TransferPairs())
+    context: JourneyContext[InstanceRecord] = JourneyContext(fleet, TransferPairs())
     context.admission.mode = AdmissionMode.ADVISE
     for _ in range(MIN_SAMPLES):
         journey = Journey(context, work(100))

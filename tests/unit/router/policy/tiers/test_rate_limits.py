@@ -4,10 +4,11 @@ import pytest
 
 from fulcrum_core.values import AdmissionMode
 from fulcrum_router.policy import TransferPairs
+from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext, StopReason
 from fulcrum_router.policy.tiers.admission import RefusalReason
 from fulcrum_router.policy.tiers.rate_limits import MAX_TENANTS, RateLimits, TokenBuckets
-from tests.unit.router.builders import FakeFleet, FakeInstance, instance, work
+from tests.unit.router.builders import FakeFleet, instance, work
 
 
 def test_a_tenant_gets_its_tokens_in_a_minute_and_no_more() -> None:
@@ -75,13 +76,13 @@ def test_a_change_of_the_limit_keeps_the_buckets() -> None:
     assert (set(limits.by_tier), limits.by_tier["free"].take("acme", 1_000, 0.0)) == ({"free"}, 30.0)
 
 
-def make_context(tokens_per_minute: int) -> JourneyContext[FakeInstance]:
+def make_context(tokens_per_minute: int) -> JourneyContext[InstanceRecord]:
     context = JourneyContext(FakeFleet((instance("p1"), instance("d1"))), TransferPairs())
     context.rate_limits.set_limits({"free": tokens_per_minute})
     return context
 
 
-def begin(context: JourneyContext[FakeInstance], **fields: int) -> tuple[Journey[FakeInstance], Action]:
+def begin(context: JourneyContext[InstanceRecord], **fields: int) -> tuple[Journey[InstanceRecord], Action]:
     journey = Journey(context, work(900, tier="free", tenant="acme", **fields))
     return journey, journey.begin(0.0)
 

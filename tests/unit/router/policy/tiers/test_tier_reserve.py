@@ -3,16 +3,17 @@
 import pytest
 
 from fulcrum_core.values import Role
+from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext
 from fulcrum_router.policy.kv_pairs.pairs import TransferPairs
 from fulcrum_router.policy.tiers.tier_reserve import IDLE_S, Reserve, TierReserve
-from tests.unit.router.builders import FakeFleet, FakeInstance, instance, work
+from tests.unit.router.builders import FakeFleet, instance, work
 
 LONG, SHORT = 500, 50
 """Tokens of prompts that take 0.5 and 0.05 s."""
 
 
-def four_instances(*queued_s: float) -> list[FakeInstance]:
+def four_instances(*queued_s: float) -> list[InstanceRecord]:
     return [
         instance(f"p{number}", role=Role.PREFILL, queued_s=seconds) for number, seconds in enumerate(queued_s)
     ]
@@ -105,7 +106,7 @@ def test_an_answer_may_last_twice_as_long_as_expected(
     reclaim_within_s: float, output_limit: int, kept: float
 ) -> None:
     fleet = FakeFleet([*four_instances(0, 0, 0, 0), instance("d", role=Role.DECODE)])
-    context: JourneyContext[FakeInstance] = JourneyContext(fleet, TransferPairs())
+    context: JourneyContext[InstanceRecord] = JourneyContext(fleet, TransferPairs())
     context.tier_reserve.set_reserves({"gold": Reserve(0.5, reclaim_within_s)})
     request = work(10, tier="free", output_limit=output_limit)
     assert context.find_kept_decode(request, 100.0, 0.0) == kept
@@ -146,7 +147,7 @@ def test_an_instance_that_computes_for_the_tier_is_its_reserve() -> None:
 
 def test_a_long_prompt_of_another_tier_waits_and_one_of_the_tier_does_not() -> None:
     fleet = FakeFleet([*four_instances(0, 2, 2, 2), instance("d", role=Role.DECODE)])
-    context: JourneyContext[FakeInstance] = JourneyContext(fleet, TransferPairs())
+    context: JourneyContext[InstanceRecord] = JourneyContext(fleet, TransferPairs())
     context.waiting_room.prefill_ahead_s = 0.5
     context.tier_reserve.set_reserves({"gold": Reserve(0.25)})
     context.tier_reserve.record_arrival("gold", 0.0)
@@ -164,7 +165,7 @@ def test_a_long_prompt_of_another_tier_waits_and_one_of_the_tier_does_not() -> N
 
 def test_a_long_prompt_that_waits_for_the_reserve_lets_short_ones_of_its_tier_pass() -> None:
     fleet = FakeFleet([*four_instances(0, 2, 2, 2), instance("d", role=Role.DECODE)])
-    context: JourneyContext[FakeInstance] = JourneyContext(fleet, TransferPairs())
+    context: JourneyContext[InstanceRecord] = JourneyContext(fleet, TransferPairs())
     context.waiting_room.prefill_ahead_s = 0.5
     context.tier_reserve.set_reserves({"gold": Reserve(0.25)})
     context.tier_reserve.record_arrival("gold", 0.0)

@@ -4,19 +4,20 @@ import pytest
 
 from fulcrum_core.values import Role
 from fulcrum_router.policy import TransferPairs
+from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext, State
 from fulcrum_router.policy.tiers.decode_share import SENDS_FOR_S
 from fulcrum_router.policy.tiers.tier_reserve import SPARE_S
 from fulcrum_router.policy.waiting.level import AGEING_FACTOR
 from fulcrum_router.policy.waiting.waiting_room import WaitingRoom
-from tests.unit.router.builders import SLO, FakeFleet, FakeInstance, instance, work
+from tests.unit.router.builders import SLO, FakeFleet, instance, work
 
 TOKENS = 100
 """A prompt of 0.1 s."""
 HIGH, LOW = 10, 0
 
 
-def make_context() -> JourneyContext[FakeInstance]:
+def make_context() -> JourneyContext[InstanceRecord]:
     """One instance of each role, which gets half a second of work, and two tiers."""
     fleet = FakeFleet([instance("p1"), instance("d1", role=Role.DECODE)])
     context = JourneyContext(fleet, TransferPairs())
@@ -26,8 +27,8 @@ def make_context() -> JourneyContext[FakeInstance]:
 
 
 def begin(
-    context: JourneyContext[FakeInstance], priority: int, *, tokens: int = TOKENS, now_s: float = 0.0
-) -> tuple[Journey[FakeInstance], Action]:
+    context: JourneyContext[InstanceRecord], priority: int, *, tokens: int = TOKENS, now_s: float = 0.0
+) -> tuple[Journey[InstanceRecord], Action]:
     journey = Journey(context, work(tokens, priority=priority)._replace(deadline_s=now_s + 100.0))
     return journey, journey.begin(now_s)
 

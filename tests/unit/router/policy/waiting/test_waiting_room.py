@@ -12,6 +12,7 @@ from fulcrum_router.policy import TransferPairs
 from fulcrum_router.policy.demand import DEFAULT_OUTPUT_TOKENS
 from fulcrum_router.policy.dispatch import NO_FLIP_PROPOSALS, FlipProposalRules
 from fulcrum_router.policy.faults.failures import Failure
+from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.journey import (
     Action,
     Journey,
@@ -33,7 +34,7 @@ from fulcrum_router.policy.waiting.waiting_room import (
     MAX_GIVE_UPS,
     WaitingRoom,
 )
-from tests.unit.router.builders import SLO, FakeFleet, FakeInstance, instance, open_account, work
+from tests.unit.router.builders import SLO, FakeFleet, instance, open_account, work
 
 
 @dataclass(eq=False)
@@ -551,7 +552,7 @@ TOKENS = 400
 """0.4 s on the instances of the builder."""
 
 
-def make_context(*names: str, max_requests: int = 100) -> JourneyContext[FakeInstance]:
+def make_context(*names: str, max_requests: int = 100) -> JourneyContext[InstanceRecord]:
     """Instances that get no more work from half a second of it."""
     fleet = FakeFleet(instance(name) for name in names or ("p1", "p2", "d1"))
     context = JourneyContext(fleet, TransferPairs())
@@ -560,8 +561,8 @@ def make_context(*names: str, max_requests: int = 100) -> JourneyContext[FakeIns
 
 
 def begin(
-    context: JourneyContext[FakeInstance], now_s: float = 0.0, reason: LocalPrefillReason | None = None
-) -> tuple[Journey[FakeInstance], list[Action]]:
+    context: JourneyContext[InstanceRecord], now_s: float = 0.0, reason: LocalPrefillReason | None = None
+) -> tuple[Journey[InstanceRecord], list[Action]]:
     """Begin a request; return it with its actions, those after it has waited included."""
     timed_work = work(TOKENS)._replace(deadline_s=now_s + SLO.ttft_s)
     journey = Journey(context, timed_work, local_prefill_reason=reason)
@@ -751,7 +752,7 @@ def test_demand_leaves_out_what_is_late_even_with_one_prefill_instance_more() ->
     assert (context.demand.snapshot().requests, counted < 20) == (counted, True)
 
 
-def make_full_decode() -> JourneyContext[FakeInstance]:
+def make_full_decode() -> JourneyContext[InstanceRecord]:
     """A fleet whose decode has room for a prompt of 100 tokens and its answer, of a lower tier."""
     context = make_context("p1", "d1")
     context.decode_share.set_tiers({0, 10}, tpot_s=0.05)

@@ -1,0 +1,68 @@
+"""What the policies read of one instance.
+
+It is a class and no protocol: dispatch reads some of these attributes of all instances for every request, and
+compiled code reads those of a compiled class several times as fast.
+"""
+
+from fulcrum_core.latency import DecodeModel, PrefillModel
+from fulcrum_core.values import KV_LEASE_S, EngineIdentity, Role
+from fulcrum_router.policy.ledger import Ledger
+
+
+class InstanceRecord:
+    """The state of one instance, its load, and the models that predict its latencies."""
+
+    __slots__ = (
+        "context_tokens",
+        "decode_model",
+        "error_share",
+        "identity",
+        "itl_s",
+        "kv_capacity_tokens",
+        "kv_lease_s",
+        "kv_usage",
+        "ledger",
+        "name",
+        "on_cpu",
+        "prefill_model",
+        "role",
+        "serving",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        prefill: PrefillModel,
+        decode: DecodeModel,
+        *,
+        role: Role = Role.DECODE,
+        on_cpu: bool = False,
+    ) -> None:
+        self.name = name
+        """Name of the PDInstance."""
+        self.role = role
+        """Current role."""
+        self.serving = False
+        """Whether new requests may be sent to the instance."""
+        self.on_cpu = on_cpu
+        """Whether the engine runs on CPUs, without an accelerator."""
+        self.identity: EngineIdentity | None = None
+        """Engine properties that KV transfers depend on; None: unknown, treated as compatible."""
+        self.ledger = Ledger()
+        """Work that this router has in flight on the instance."""
+        self.prefill_model = prefill
+        """T(n): predicted prefill time of n tokens."""
+        self.decode_model = decode
+        """I(n): predicted inter-token latency with n tokens in the batch; MT is its inverse."""
+        self.error_share = 0.0
+        """Recent share of failed legs, 0 to 1."""
+        self.itl_s: float | None = None
+        """Mean inter-token latency over the last probe interval, in seconds; None: no tokens, or unknown."""
+        self.kv_usage: float | None = None
+        """Used fraction of the engine's KV cache; None: not reported."""
+        self.kv_capacity_tokens: int | None = None
+        """Tokens that the engine's KV cache holds; None: not reported."""
+        self.kv_lease_s = KV_LEASE_S
+        """Time for which the engine keeps KV that is not fetched, in seconds; a start-up option."""
+        self.context_tokens: int | None = None
+        """Longest prompt and answer together that the engine takes, in tokens; None: not reported."""
