@@ -258,15 +258,20 @@ class _Run:
             refusal = self.journey.refusal
             if refusal is not None:
                 self._on_refused(refusal.retry_after_s)
-            self._on_end(Outcome.FAILED if refusal is None else Outcome.REFUSED)
+            self._end(Outcome.FAILED if refusal is None else Outcome.REFUSED)
         elif action is Action.BREAK:
-            self._on_end(Outcome.BROKEN)
+            self._end(Outcome.BROKEN)
         elif action is Action.END:
-            self._on_end(Outcome.OK)
+            self._end(Outcome.OK)
         elif action is Action.WAIT:
             self._routing.check_waiting_room()
         else:
             raise NotImplementedError(f"the engine model has no protocol with {action}")
+
+    def _end(self, outcome: Outcome) -> None:
+        """Tell the caller, and drop the references in a circle: they would wait for the garbage collector."""
+        self.journey.on_moved = self._prefill_leg = self._decode_leg = None
+        self._on_end(outcome)
 
     # --- legs --------------------------------------------------------------------------------------
 

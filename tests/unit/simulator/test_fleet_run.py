@@ -1,5 +1,6 @@
 """A simulated fleet: every request ends, the seed decides everything, control acts with the set delays."""
 
+import gc
 import json
 from collections import Counter
 from dataclasses import replace
@@ -10,10 +11,11 @@ import pytest
 from fulcrum_cli.simulation.report_text import format_report
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Slo
+from fulcrum_router.policy.journey import Journey
 from fulcrum_simulator.fleet.options import ControlOptions, Policy, PolicyName, RunOptions, parse_policy
 from fulcrum_simulator.fleet.report import build_report
 from fulcrum_simulator.fleet.run import RunResult, simulate
-from fulcrum_simulator.routing import Outcome
+from fulcrum_simulator.routing import Outcome, SimulatedRequest
 from fulcrum_simulator.workload import (
     DECODE_HEAVY,
     PREFILL_HEAVY,
@@ -166,6 +168,18 @@ def test_every_request_ends_once_while_engines_fail() -> None:
     assert sum(outcomes.values()) == len(load)
     assert outcomes["ok"] > 0.8 * len(result.records)
     assert "unfinished" not in outcomes
+
+
+def test_requests_leave_nothing_to_the_garbage_collector() -> None:
+    """It is off during a run, and a long one has millions of them."""
+    gc.collect()
+    gc.disable()
+    try:
+        simulate(moving_load(40), options(control=ControlOptions(failures_per_hour=100.0)))
+        left = Counter(type(o) for o in gc.get_objects() if isinstance(o, SimulatedRequest | Journey))
+    finally:
+        gc.enable()
+    assert not left
 
 
 def test_what_still_runs_after_the_drain_has_missed() -> None:
