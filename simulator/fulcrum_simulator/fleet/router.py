@@ -373,7 +373,7 @@ class _SentLeg:
         self.entry: DecodeEntry | None = None
         events = router.events
         timeout_s = TIMEOUTS.prefill if leg.is_prefill else TIMEOUTS.first_byte
-        self._timeout = events.schedule(events.now_s + timeout_s, self._time_out)
+        self._timeout = events.schedule_timeout(timeout_s, self._time_out)
         events.schedule(events.now_s + router.hop_s, self._submit)
 
     def _submit(self) -> None:

@@ -70,6 +70,22 @@ def test_events_run_in_order_of_time_then_steps_then_scheduling() -> None:
     assert (order, events.now_s, events.executed) == (["a", "b", "c", "d"], 2.0, 4)
 
 
+def test_timeouts_run_among_the_other_events_unless_they_are_cancelled() -> None:
+    events, order = EventQueue(), list[str]()
+    for name, delay_s in (("b", 2.0), ("d", 3.0), ("cancelled", 2.0), ("c", 2.0)):
+        timeout = events.schedule_timeout(delay_s, lambda name=name: order.append(name))  # type: ignore[misc]
+        if name == "cancelled":
+            timeout.cancel()
+    for name, at_s in (("a", 2.0), ("e", 3.0)):
+        rank = STEP_END if name == "a" else 1
+        events.schedule(at_s, lambda name=name: order.append(name), rank=rank)  # type: ignore[misc]
+    while events.next_event_s() < 10:
+        events.run_next()
+    assert (order, events.now_s, events.executed) == (["a", "b", "c", "d", "e"], 3.0, 5)
+    with pytest.raises(IndexError):
+        events.run_next()
+
+
 def test_an_action_due_in_the_past_runs_now() -> None:
     events = EventQueue()
 
