@@ -4,9 +4,10 @@ Two routers over the same eight fake engines get blocks of requests in turn, as 
 no tiers, mode Direct, admission Off. On: three tiers with weights, a reserve and rate limits, mode Queue,
 admission Enforce. The requests are the same, of 100 tenants and three tiers; headers name them.
 
-    python bench/tiers_cpu.py [--rounds N]
+    python bench/tiers_cpu.py [--rounds N] [--compiled]
 
 Exit code 1 if a request costs more than 1.25 times the CPU with all of it on, or if less than 95 % is served.
+With `--compiled` the routers' data path is compiled, as in the image.
 What a router does each second costs the same, so that a machine that is busy with other work shows more.
 """
 
@@ -15,12 +16,14 @@ import asyncio
 import itertools
 import json
 import math
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 
 import aiohttp
@@ -36,6 +39,7 @@ from fulcrum_router.router import Router
 from fulcrum_router.settings import Tier
 from tests.integration.router.fake_engines import PROMPT, FakeEngine
 from tests.integration.router.measured_router import read_cpu_s
+from tools.compiled.build import compile_packages
 
 BAR = 1.25
 SERVED_MIN = 0.95
@@ -56,13 +60,15 @@ class BenchRouter:
 
 
 @contextmanager
-def run_router(name: str, ports: list[int]) -> Iterator[BenchRouter]:
-    """Run a router over engines at these ports."""
+def run_router(name: str, ports: list[int], compiled: Path | None) -> Iterator[BenchRouter]:
+    """Run a router over engines at these ports; `compiled`: a folder with its packages compiled."""
     half = len(ports) // 2
     static = [f"{role}=" + ",".join(f"127.0.0.1:{port}" for port in some)
               for role, some in (("prefill", ports[:half]), ("decode", ports[half:]))]  # fmt: skip
     command = [sys.executable, __file__, "--router", name, "--static", *static]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    folders = [str(compiled or ""), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             yield BenchRouter(name, process, json.loads(process.stdout.readline())["port"], [])
@@ -93,12 +99,12 @@ async def send_block(client: aiohttp.ClientSession, router: BenchRouter) -> tupl
     return ended, served
 
 
-async def run(rounds: int) -> int:
+async def run(rounds: int, compiled: Path | None) -> int:
     """Measure and report; returns the exit code."""
     engines = [FakeEngine(f"e{number}") for number in range(ENGINES)]
     servers = [await asyncio.start_server(engine.serve, "127.0.0.1", 0) for engine in engines]
     ports = [one.sockets[0].getsockname()[1] for one in servers]
-    with run_router("off", ports) as off, run_router(ON, ports) as on:
+    with run_router("off", ports, compiled) as off, run_router(ON, ports, compiled) as on:
         async with aiohttp.ClientSession() as client:
             for number in range(rounds + 1):  # the first round warms up
                 for router in (off, on) if number % 2 else (on, off):
@@ -190,7 +196,9 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20, help="blocks of each router (%(default)s)")
-    sys.exit(asyncio.run(run(parser.parse_args().rounds)))
+    parser.add_argument("--compiled", action="store_true", help="compile the routers' data path first")
+    given = parser.parse_args()
+    sys.exit(asyncio.run(run(given.rounds, compile_packages() if given.compiled else None)))
 
 
 if __name__ == "__main__":
