@@ -51,7 +51,11 @@ class _Changes:
 
 
 class Instance(LearningInstance):
-    """One engine instance: assignment, endpoint, health, load and reported values."""
+    """One engine instance: assignment, endpoint, health, load and reported values.
+
+    Set its role, `serving` and identity by its methods only: an assignment to the attribute would leave the
+    fleet's candidates as they were.
+    """
 
     __slots__ = (
         "_changes",
@@ -74,15 +78,12 @@ class Instance(LearningInstance):
         "reported_block_size",
         "reports_cached_tokens",
         "starting",
-        "streamed_tokens",
         "tokens_computed",
         "wait_causes",
     )
 
     answered_at_s: float | None
     """When the last probe that was answered was sent, in monotonic seconds; None: none was answered."""
-    streamed_tokens: int
-    """`Ledger.streamed_tokens` at the last probe that failed."""
 
     def __init__(
         self,
@@ -130,10 +131,10 @@ class Instance(LearningInstance):
         """Part of every prompt's cache_salt: prefix-cache entries with another salt are not used."""
         self.reports_cached_tokens = False
         """Whether the engine has ever reported cached tokens: then a missing count means zero."""
-        self.missed_probes, self.streamed_tokens, self.answered_at_s = 0, 0, None
+        self.missed_probes, self.answered_at_s = 0, None
 
     def report_changes_to(self, changes: _Changes) -> None:
-        """Count there from now on what `set_role`, `update_serving` and `set_identity` change."""
+        """From now on, add to `changes.count` when role, `serving` or identity changes."""
         self._changes = changes
 
     def set_endpoint(self, host: str, port: int) -> bool:
@@ -209,7 +210,7 @@ class Instance(LearningInstance):
         self.update_serving()
 
     def set_role(self, role: Role) -> None:
-        """Set the role of an instance that may get no new requests."""
+        """Set only the role; `assign` also decides whether the instance gets new requests."""
         self._changes.count += role is not self.role
         self.role = role
 

@@ -43,7 +43,7 @@ log = structlog.get_logger()
 
 MISSED_PROBES_TO_EJECT = 3
 """Failed probes in a row that eject an instance, a refused connection included; one is enough if its host
-cannot be reached (`Failure.UNREACHABLE`). An instance that sends tokens meanwhile is only slow, and stays."""
+cannot be reached (`Failure.UNREACHABLE`). One that sends data while probes time out stays."""
 NO_RESPONSE_FAILURES = frozenset({Failure.TIMEOUT, Failure.UNREACHABLE, Failure.REFUSED})
 """Failures that mean that the engine does not respond at all."""
 
@@ -148,10 +148,10 @@ class EngineProber:
         try:
             status, text = await fetch_page(pool, b"/metrics")
         except LegFailed as failed:
-            self._record_missed_probe(instance, pool, failed.failure)
+            self._record_missed_probe(instance, pool, failed.failure, began_s=began_s)
             return None
         if status != 200:
-            self._record_missed_probe(instance, pool, Failure.STATUS)
+            self._record_missed_probe(instance, pool, Failure.STATUS, began_s=began_s)
             return None
         if instance.connection_pool is not pool:
             return None  # the endpoint changed during the request: the response is from another engine
@@ -176,17 +176,19 @@ class EngineProber:
             await _fetch_context(instance, pool)
         return _update_latency(instance, text, previous)
 
-    def _record_missed_probe(self, instance: Instance, pool: ConnectionPool, failure: Failure) -> None:
+    def _record_missed_probe(
+        self, instance: Instance, pool: ConnectionPool, failure: Failure, *, began_s: float
+    ) -> None:
         if instance.connection_pool is not pool:
             return  # the endpoint changed during the request: another engine failed
         instance.itl_s = instance.kv_usage = instance.engine_requests = None
         instance.engine_waiting = None
         if failure is Failure.NO_SOCKET:
             return  # of the router, which says nothing about the engine
-        instance.missed_probes += 1
-        streamed, instance.streamed_tokens = instance.streamed_tokens, instance.ledger.streamed_tokens
-        if failure is Failure.TIMEOUT and instance.streamed_tokens > streamed:
+        if failure is Failure.TIMEOUT and pool.last_data_s > began_s:
+            instance.missed_probes = 0  # it is slow, but works
             return
+        instance.missed_probes += 1
         if failure is Failure.REFUSED:
             self._on_death(instance)
         if instance.missed_probes < MISSED_PROBES_TO_EJECT and failure is not Failure.UNREACHABLE:

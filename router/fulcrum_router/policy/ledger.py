@@ -41,7 +41,6 @@ class Ledger:
         "reserved_tokens",
         "shared_legs",
         "shared_tokens",
-        "streamed_tokens",
     )
 
     def __init__(self) -> None:
@@ -62,8 +61,6 @@ class Ledger:
         """Decode legs in flight."""
         self.shared_legs = self.shared_tokens = 0
         """Decode legs that share a count of tokens now, and the tokens that were added to it so far."""
-        self.streamed_tokens = 0
-        """Output tokens so far, without those of shared counts."""
         self.pending_transfers = 0
         self.reserved_tokens = 0
         """KV tokens of prompts that are computed elsewhere and will be decoded here."""
@@ -243,7 +240,6 @@ class DecodeEntry:
         if ledger is not None:
             self._output_tokens += tokens
             ledger.decode_tokens += tokens
-            ledger.streamed_tokens += tokens
 
     def share_count(self) -> None:
         """Get the tokens of `Ledger.add_shared_tokens` until `end_sharing`; no effect after the release."""

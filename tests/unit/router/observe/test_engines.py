@@ -84,7 +84,9 @@ def test_an_engine_has_died_that_answered_and_refuses_connections(
     if by == "probes":
         prober = EngineProber(router.fleet, on_ejection=router.record_ejection, on_death=router.record_death)
         for _ in range(2):
-            prober._record_missed_probe(instance, instance.require_connection_pool(), Failure.REFUSED)
+            prober._record_missed_probe(
+                instance, instance.require_connection_pool(), Failure.REFUSED, began_s=0.0
+            )
     else:
         failed = LegFailed(Failure.REFUSED, "no connection", may_have_started=False)
         router.record_leg_failure(instance, PREFILL, failed)
@@ -96,21 +98,27 @@ def test_probes_for_which_the_router_has_no_socket_eject_no_engine() -> None:
     router.fleet.add(instance)
     prober = EngineProber(router.fleet, on_ejection=router.record_ejection, on_death=router.record_death)
     for _ in range(2 * MISSED_PROBES_TO_EJECT):
-        prober._record_missed_probe(instance, instance.require_connection_pool(), Failure.NO_SOCKET)
+        prober._record_missed_probe(
+            instance, instance.require_connection_pool(), Failure.NO_SOCKET, began_s=0.0
+        )
     assert (instance.serving, instance.missed_probes) == (True, 0)
 
 
-@pytest.mark.parametrize(("streams", "serving"), [(True, True), (False, False)])
-def test_an_engine_that_streams_is_not_ejected_for_slow_metrics(*, streams: bool, serving: bool) -> None:
+def test_an_engine_is_ejected_for_slow_metrics_only_after_some_probes_without_any_data() -> None:
     """An engine with hundreds of streams may take seconds for its metrics: ejecting it would end them all."""
     router, instance = Router(), make_serving("d0", Role.DECODE)
     router.fleet.add(instance)
     prober = EngineProber(router.fleet, on_ejection=router.record_ejection, on_death=router.record_death)
-    leg = instance.ledger.add_decode(tokens=100)
-    for _ in range(2 * MISSED_PROBES_TO_EJECT):
-        leg.add_tokens(1 if streams else 0)
-        prober._record_missed_probe(instance, instance.require_connection_pool(), Failure.TIMEOUT)
-    assert (instance.serving, instance.missed_probes) == (serving, 2 * MISSED_PROBES_TO_EJECT)
+    pool = instance.require_connection_pool()
+
+    def miss(*, sends: bool) -> bool:
+        pool.last_data_s = 10.5 if sends else 9.5
+        prober._record_missed_probe(instance, pool, Failure.TIMEOUT, began_s=10.0)
+        return instance.serving
+
+    assert all(miss(sends=True) for _ in range(2 * MISSED_PROBES_TO_EJECT))
+    assert instance.answers_probes, "a late leg waits in its queue"
+    assert [miss(sends=False) for _ in range(MISSED_PROBES_TO_EJECT)] == [True, True, False]
 
 
 def test_a_death_that_a_probe_finds_ends_what_the_engine_knew() -> None:
