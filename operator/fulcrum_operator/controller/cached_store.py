@@ -124,6 +124,7 @@ class CachedStore:
         async def write(known: Mapping[str, Any]) -> R:
             if not known:
                 return await self.get(kind, name, namespace=namespace)
+            planned = await self.get(kind, name, namespace=namespace)
             try:
                 return await self._store.patch_status(
                     kind, name, known["status"], namespace=namespace, resource_version=resource_version
@@ -131,7 +132,6 @@ class CachedStore:
             except NamespaceNotFound:  # says nothing about the kind
                 raise
             except NotFound:
-                planned = await self.get(kind, name, namespace=namespace)
                 found = await self._store.get(kind, name, namespace=namespace)
                 if found.metadata.uid != planned.metadata.uid:  # deleted and created again meanwhile
                     raise
