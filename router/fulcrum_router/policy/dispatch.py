@@ -86,7 +86,7 @@ DispatchDecision = Dispatch | FlipProposal | NoInstance
 Cost = tuple[float, float, int, str]
 """A cost pair, followed by the tie-breakers: decode legs in flight, and the instance's name."""
 UnnamedCost = tuple[float, float, int]
-"""A cost without the name, which is read only of instances that may be the cheapest."""
+"""A cost without the instance's name, which is read only if the instance may be the cheapest."""
 
 _PREFILL: Final = Role.PREFILL  # an attribute of an enum is slow to read
 _DECODE: Final = Role.DECODE
@@ -283,7 +283,7 @@ def _find_cheapest_prefill(
     bound_s: float = math.inf,
 ) -> tuple[int, Cost | None, float]:
     """Return how many instances there are, the cheapest with a first token within `bound_s`, and the least
-    second part of all costs.
+    second part of all costs, without transfer delays.
 
     `start_s`: from the end of the KV transfer to the first token. Only a cost that may be the least becomes
     an object, since all instances are looked at for each request.
@@ -299,13 +299,13 @@ def _find_cheapest_prefill(
         count += 1
         computed = max(0, tokens - cached.get(instance.name, 0)) if cached else tokens
         first, second, legs = _compute_prefill_cost(instance, computed, now_s)
-        if delays:
-            second += _compute_delay(delays, instance.name, tokens)
         if second < soonest_s:
             soonest_s = second
-        if second + start_s > bound_s or first > least_first:
+        if first > least_first or (first == least_first and second > least_second):
             continue
-        if first == least_first and second > least_second:
+        if delays:  # looked up only where the rest is cheap enough
+            second += _compute_delay(delays, instance.name, tokens)
+        if second + start_s > bound_s:
             continue
         cost = (first, second, legs, instance.name)
         if best is None or cost < best:
@@ -333,10 +333,12 @@ def _find_cheapest_decode(
             continue
         count += 1
         first, second, legs = compute_decode_cost(instance, tokens, tpot_s, now_s)
-        if pairs is not None:
-            first += _compute_transfer_delay_s(instance.name, pairs, tokens, now_s)
         if first > least_first or (first == least_first and second > least_second):
             continue
+        if pairs is not None:  # looked up only where the rest is cheap enough
+            first += _compute_transfer_delay_s(instance.name, pairs, tokens, now_s)
+            if first > least_first:
+                continue
         cost = (first, second, legs, instance.name)
         if best is None or cost < best:
             best = cost
