@@ -2,9 +2,10 @@
 
 Every instance has work in flight and every pair a record, half of them cold.
 
-    python bench/dispatch.py [--rounds N]
+    python bench/dispatch.py [--rounds N] [--compiled]
 
-Exit code 1 if a choice takes longer than the bar: 50 µs with 64 instances, 120 µs with 200.
+Exit code 1 if a choice takes longer than the bar: 50 µs with 64 instances, 120 µs with 200. With `--compiled`
+the router is compiled first, as in the image.
 """
 
 import argparse
@@ -13,10 +14,12 @@ import sys
 import time
 from collections.abc import Callable
 
+from bench.compiled import ensure_compiled
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.values import EngineIdentity, Role, Slo
 from fulcrum_router.fleet.instances import Fleet, Instance
 from fulcrum_router.policy import Dispatch, PairKey, TransferPairs, Work, choose_decode, choose_prefill
+from tools.compiled.build import describe_router
 
 BARS_S = {64: 50e-6, 200: 120e-6}
 GROUPS = (1, 2, 8)
@@ -64,7 +67,11 @@ def main() -> int:
     """Print the table; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=300)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--compiled", action="store_true", help="compile the router first")
+    given = parser.parse_args()
+    if given.compiled:
+        ensure_compiled(describe_router)
+    rounds = given.rounds
     work, failed = Work(1_000, SLO, deadline_s=NOW_S + SLO.ttft_s), False
     late = Work(1_000, SLO, deadline_s=NOW_S)
     print("instances  groups  prefill µs  prefill, none within SLO µs  decode µs")

@@ -1,13 +1,14 @@
 """What grows with the number of instances: dispatch, the autoscaler's loop, and a simulated request.
 
-    python bench/scale.py [--instances N …] [--seconds S]
+    python bench/scale.py [--instances N …] [--seconds S] [--compiled]
 
 Half of the instances of one service is prefill. Per number of instances: CPU of the choice of a prefill and
 of a decode instance, of what the router does with all transfer pairs each second (`refresh`, `list_due`),
 of a router state as JSON (written, and read by the autoscaler), of a tick of both policies with that state,
 and of a simulated request of the workload `stationary` at a load of 60 %. Then a + b·N is fitted to each
 column but that of the N²/4 pairs, by least squares of relative errors, and the cores are printed that
-dispatch needs for 10,000 requests a second, with one service of all instances or in cells of 50.
+dispatch needs for 10,000 requests a second, with one service of all instances or in cells of 50. With
+`--compiled` the router is compiled first, as in the image; the rest is not.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from bench.compiled import ensure_compiled
 from bench.dispatch import NOW_S, SLO, make_fleet, time_best
 from bench.simulation import make_large_load, make_options
 from fulcrum_autoscaler.policy import AutoscalingRules, Observation, PolicyState, decide_on_tick
@@ -29,6 +31,7 @@ from fulcrum_core.values import Actor, FlipPolicy, Role
 from fulcrum_router.policy import Work, choose_decode, choose_prefill
 from fulcrum_router.policy.intervals import CANARY_IDLE_S
 from fulcrum_simulator.fleet.run import simulate
+from tools.compiled.build import describe_router
 
 NUMBERS = 8, 50, 200, 500, 1000
 CHOICES, PAIRS = ("prefill choice µs", "decode choice µs"), "pairs ms"
@@ -192,7 +195,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--instances", type=int, nargs="+", default=NUMBERS)
     parser.add_argument("--seconds", type=float, default=5.0, help="of the simulated workload")
+    parser.add_argument("--compiled", action="store_true", help="compile the router first")
     options = parser.parse_args()
+    if options.compiled:
+        ensure_compiled(describe_router)
     measured = []
     for count in options.instances:
         measured.append(measure(count, options.seconds))

@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from bench.compiled_simulator import ensure_compiled
+from bench.compiled import ensure_compiled
 from bench.scheduling_runs import (
     BEST_STATIC,
     INSTANCES,

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.compiled_simulator import ensure_compiled
+from bench.compiled import ensure_compiled
 from fulcrum_cli.simulation.report_text import format_report
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Slo
