@@ -74,7 +74,7 @@ def fit_curves(curves: Curves, token_budget: int) -> FittedProfile:
     )
 
 
-def compare(steps: StepModel, curves: Curves, token_budget: int) -> dict[str, list[float]]:
+def compute_deviations(steps: StepModel, curves: Curves, token_budget: int) -> dict[str, list[float]]:
     """Return predicted / measured - 1 of each point of each curve: above 0, the prediction is too slow."""
 
     def prompt_s(tokens: int) -> float:
@@ -113,9 +113,9 @@ def judge_model(name: str, measured: dict[str, Any], token_budget: int) -> bool:
     profile, gpus = load_profile(name).step_model, measured["shape"]["gpus"]
     curves = read_curves(measured, token_budget, ALL_REDUCE)
     print(name + (f": one of {gpus} GPUs measured, all-reduce assumed" if gpus > 1 else ""))
-    print(f"  profile against measured: {describe(compare(profile, curves, token_budget))}")
+    print(f"  profile against measured: {describe(compute_deviations(profile, curves, token_budget))}")
     for link in OTHER_ALL_REDUCE if gpus > 1 else ():
-        deviations = compare(profile, read_curves(measured, token_budget, link), token_budget)
+        deviations = compute_deviations(profile, read_curves(measured, token_budget, link), token_budget)
         rate = f"{link[0] / 1e9:.0f} GB/s and {1e6 * link[1]:.0f} µs"
         print(f"  … with all-reduce at {rate}: {describe(deviations)}")
     fitted = fit_curves(curves, token_budget)

@@ -13,7 +13,7 @@ Measured are the curves of `fulcrum profile`, each point as the mean of several 
 are computed alone, in chunks of at most 8,192 tokens; batches that only decode; and chunks of prompts in a
 step with decodes, of which the step without the chunk is subtracted. First of all, a small model must give
 the same logits for one prompt at once, in chunks, and by a decode beside another prompt. `--check` does only
-this, without a GPU, too. Exit code 1 if the logits differ.
+this, and needs no GPU. Exit code 1 if the logits differ.
 """
 
 import argparse

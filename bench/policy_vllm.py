@@ -52,7 +52,7 @@ NO_DEFLECTION = Slo(ttft_s=60.0, tpot_s=0.001)
 BURST = 60
 """Requests by which the rate of one engine is measured."""
 MODEL = ("--load-format", "dummy", "--hf-overrides", '{"num_hidden_layers": 6}')
-"""Random weights, so many that the steps take longer than the programs around them."""
+"""Random weights, in so many layers that engine steps take longer than router and load."""
 BATCH_MAX = 128
 """With our default on CPUs, 16, a batch would be full long before its tokens were late."""
 ENGINE_ARGS = (*MODEL, "--kv-cache-memory-bytes", str(768 * 2**20), "--max-num-seqs", str(BATCH_MAX))

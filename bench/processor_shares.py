@@ -1,8 +1,8 @@
 """Gives each engine of a measurement its own share of a processor, as each would have its own GPU.
 
-Without it all engines of a machine share its processors, and an engine more adds nothing to what they can do
-together. Control groups of the kernel do it, version 1 or 2, which needs root; they are made next to the
-group of everything, so that a limit of the bench's own group does not hold for the engines. `policy_vllm`
+Without it all engines of a machine share its processors, and one more engine adds no
+capacity. Control groups of the kernel do it, version 1 or 2, which needs root; they are made directly
+under the root group, so that a limit on the bench's own group does not hold for the engines. `policy_vllm`
 and `tiers_vllm` use it.
 """
 
@@ -31,7 +31,7 @@ class ProcessorShares:
         """Limit these processes, with all their threads, to a share of one processor together.
 
         Raises:
-            InvalidInput: if the kernel refuses: mostly, since this process is not root's.
+            InvalidInput: if the kernel refuses, usually because this process does not run as root.
         """
         quota_us = str(int(share * PERIOD_US))
         try:

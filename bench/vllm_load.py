@@ -96,8 +96,9 @@ async def measure_load(
 def _read_other_work_s() -> float:
     """Processor time of all processes but this one and its descendants, in seconds.
 
-    That of children that have ended counts with their parents. The kernel measures it exactly, while its
-    sum over all processes is sampled at ticks: with engines that wait at ticks, it is 6 % off.
+    Processes of other containers and other machines on the same host are not seen.
+    A process counts with its children that have ended. The kernel measures this exactly; its total in
+    /proc/stat is sampled at ticks, and was 6 % off with engines that wait at ticks.
     """
     own = set(_list_descendants(os.getpid()))
     others = [entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()]

@@ -1,7 +1,7 @@
 """What the policies read of one instance.
 
-It is a class and no protocol: dispatch reads some of these attributes of all instances for every request, and
-compiled code reads those of a compiled class several times as fast.
+A class, not a protocol: for each request dispatch reads some of these attributes of every instance, and
+compiled code reads them several times as fast from a compiled class as through a protocol.
 """
 
 from fulcrum_core.latency import DecodeModel, PrefillModel

@@ -57,7 +57,7 @@ class EventQueue:
         return event
 
     def schedule_timeout(self, delay_s: float, action: Callable[[], None]) -> ScheduledAction:
-        """Run `action` after `delay_s`, one of few different ones."""
+        """Run `action` after `delay_s`. Each distinct delay has a queue of its own: use few of them."""
         event = ScheduledAction(action)
         self._sequence += 1
         queue = self._timeouts.setdefault(delay_s, deque())

@@ -104,11 +104,11 @@ class RoutedFleet:
     def __init__(self, instances: Iterable[RoutedInstance]) -> None:
         self.instances = tuple(instances)
         self.records = tuple(routed.record for routed in self.instances)
-        self.by_name: Mapping[str, RoutedInstance] = {i.record.name: i for i in self.instances}
+        self.routed_by_name: Mapping[str, RoutedInstance] = {i.record.name: i for i in self.instances}
         self.candidates = Candidates(self.records)
 
     def __getitem__(self, name: str) -> LearningInstance:
-        return self.by_name[name].record
+        return self.routed_by_name[name].record
 
     def refresh(self) -> None:
         """Prepare the candidates anew, after a change of roles or of who serves."""

@@ -120,7 +120,10 @@ class SimulatedRouter:
         now_s = self.events.now_s
         pairs = self._context.pairs
         for key in pairs.list_due(self.fleet.records, now_s=now_s, interval_s=CANARY_IDLE_S):
-            source, reader = self.fleet.by_name[key.prefill].instance, self.fleet.by_name[key.decode].instance
+            source, reader = (
+                self.fleet.routed_by_name[key.prefill].instance,
+                self.fleet.routed_by_name[key.decode].instance,
+            )
             if source.alive and reader.alive:
                 reader.connect(source)
                 self._record_transfer(key.prefill, key.decode)
@@ -129,40 +132,40 @@ class SimulatedRouter:
     def advance(self) -> None:
         """Count the tokens that engines have produced by now, before a decision reads the ledgers."""
         now_s = self.events.now_s
-        for view in self.fleet.instances:
-            if view.instance.steps.next_end_s <= now_s:
-                view.instance.advance()
+        for routed in self.fleet.instances:
+            if routed.instance.steps.next_end_s <= now_s:
+                routed.instance.advance()
 
     def start_probes(self) -> None:
         """Read the engines' metrics once a second from now on."""
         self.events.schedule(self.events.now_s + PROBE_INTERVAL_S, self._probe)
 
     def _probe(self) -> None:
-        for view in self.fleet.instances:
-            view.probe(self.events.now_s)
+        for routed in self.fleet.instances:
+            routed.probe(self.events.now_s)
         self._context.pairs.refresh(self.fleet.records, now_s=self.events.now_s)
         self.samples.append(take_sample(self.fleet.instances, self.events.now_s))
         self.start_probes()
 
-    def set_serving(self, view: RoutedInstance, serving: bool) -> None:
+    def set_serving(self, routed: RoutedInstance, serving: bool) -> None:
         """Take an instance whose engine failed out of service, or one that started again back."""
-        view.record.serving = serving
-        self._context.pairs.invalidate(view.record.name)
-        self._context.forget_prefixes(view.record.name)
+        routed.record.serving = serving
+        self._context.pairs.invalidate(routed.record.name)
+        self._context.forget_prefixes(routed.record.name)
         self.fleet.refresh()
         self.advance()
         self._journeys.fleet_changed()
 
-    def begin_start(self, view: RoutedInstance, serves_s: float) -> None:
+    def begin_start(self, routed: RoutedInstance, serves_s: float) -> None:
         """An instance starts, and will serve then; an earlier start took as long."""
         starts, now_s = self._context.starts, self.events.now_s
-        name, role = view.record.name, view.record.role
+        name, role = routed.record.name, routed.record.role
         starts.learn(name, serves_s - now_s)
         starts.begin(name, pool=name, role=role, since_s=now_s)
 
         def serve() -> None:
             starts.end(name, serves_s)
-            self.set_serving(view, view.instance.alive)
+            self.set_serving(routed, routed.instance.alive)
 
         self.events.schedule(serves_s, serve)
 
@@ -174,10 +177,10 @@ class SimulatedRouter:
         A flipped instance is out of service for the downtime of a flip.
         """
         for name, entry in assignment.roles.items():
-            view = self.fleet.by_name[name]
-            if view.record.role is not entry.role:
-                view.record.role = entry.role
-                self._take_out_of_service(view)
+            routed = self.fleet.routed_by_name[name]
+            if routed.record.role is not entry.role:
+                routed.record.role = entry.role
+                self._take_out_of_service(routed)
         self.fleet.refresh()
         self.generation, self._applied_at_s = generation, self.events.now_s
         last_s = assignment.last_prefill_to_decode
@@ -190,13 +193,13 @@ class SimulatedRouter:
         self.advance()
         self._journeys.assignment_applied()
 
-    def _take_out_of_service(self, view: RoutedInstance) -> None:
+    def _take_out_of_service(self, routed: RoutedInstance) -> None:
         """Let a flipped instance serve nothing for the downtime of a flip; its legs in flight go on."""
         if self._flips is not None and self._flips.downtime_s:
-            view.record.serving = False
+            routed.record.serving = False
             self.events.schedule(
                 self.events.now_s + self._flips.downtime_s,
-                lambda: self.set_serving(view, view.instance.alive),
+                lambda: self.set_serving(routed, routed.instance.alive),
             )
 
     def report(self) -> RouterState:
@@ -209,12 +212,12 @@ class SimulatedRouter:
             acknowledged_at_s=self._applied_at_s,
             at_s=now_s,
             instances=tuple(
-                view.report(
+                routed.report(
                     now_s,
-                    waiting_s=self._context.waiting_share_s(view.record),
+                    waiting_s=self._context.waiting_share_s(routed.record),
                     decode_is_full=self._context.waiting_room.waits_for_decode,
                 )
-                for view in self.fleet.instances
+                for routed in self.fleet.instances
             ),
             flip_request_role=request.role if request else None,
             flip_request_seq=self.flip_requests.seq,
@@ -282,8 +285,8 @@ class SimulatedRouter:
 
     def open(self, leg: SimulatedLeg, instance: LearningInstance) -> bool:
         """See `RoutingPort`."""
-        view = self.fleet.by_name[instance.name]
-        if not view.instance.alive:
+        routed = self.fleet.routed_by_name[instance.name]
+        if not routed.instance.alive:
             return False
         record = self.find_record(leg)
         if record is not None:
@@ -293,8 +296,8 @@ class SimulatedRouter:
                 if not record.decode:  # else the leg continues an answer
                     record.output_tokens = leg.request.max_tokens
                 record.decode = instance.name
-        leg.request = self._reuse_kv(leg.request, view.instance)
-        _SentLeg(self, leg, view.instance)
+        leg.request = self._reuse_kv(leg.request, routed.instance)
+        _SentLeg(self, leg, routed.instance)
         return True
 
     def _reuse_kv(self, request: EngineRequest, instance: SimulatedInstance) -> EngineRequest:
@@ -312,12 +315,12 @@ class SimulatedRouter:
 
     def abort(self, leg: SimulatedLeg, instance: LearningInstance) -> None:
         """See `RoutingPort`."""
-        self.fleet.by_name[instance.name].instance.abort(leg.request.id)
+        self.fleet.routed_by_name[instance.name].instance.abort(leg.request.id)
 
     def build_import(self, instance: LearningInstance, export: ExportedKv) -> KvImportRequest:
         """See `RoutingPort`."""
         transfer = KvImportRequest(
-            engine_id=self.fleet.by_name[instance.name].instance.engine.engine_id,
+            engine_id=self.fleet.routed_by_name[instance.name].instance.engine.engine_id,
             request_id=export.request_id,
             block_ids=export.block_ids,
         )

@@ -76,13 +76,13 @@ class SplitController:
                 return
 
     def _view(self, state: RouterState) -> PlannerView:
-        views = self._router.fleet.instances
+        instances = self._router.fleet.instances
         return PlannerView(
             now_s=self._router.events.now_s,
             state=state,
             traffic=self._measure_traffic(),
-            prefill_model=_average([view.record.prefill_model for view in views]),
-            decode_model=_average([view.record.decode_model for view in views]),
+            prefill_model=_average([routed.record.prefill_model for routed in instances]),
+            decode_model=_average([routed.record.decode_model for routed in instances]),
             kv_capacity_tokens=self._kv_capacity_tokens,
             slo=self._router.slo,
         )

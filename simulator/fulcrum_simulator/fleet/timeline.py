@@ -29,11 +29,15 @@ def take_sample(instances: Sequence[RoutedInstance], now_s: float) -> Sample:
     """Describe the fleet as it is now. Instances that do not serve count in neither role."""
     return Sample(
         at_s=now_s,
-        prefill_instances=sum(view.record.serving and view.record.role is Role.PREFILL for view in instances),
-        decode_instances=sum(view.record.serving and view.record.role is Role.DECODE for view in instances),
-        prefill_queued_s=math.fsum(view.record.ledger.remaining_s(now_s) for view in instances),
-        decode_legs=sum(view.record.ledger.decode_legs for view in instances),
-        kv_usage=math.fsum(view.instance.engine.kv_usage for view in instances) / len(instances),
+        prefill_instances=sum(
+            routed.record.serving and routed.record.role is Role.PREFILL for routed in instances
+        ),
+        decode_instances=sum(
+            routed.record.serving and routed.record.role is Role.DECODE for routed in instances
+        ),
+        prefill_queued_s=math.fsum(routed.record.ledger.remaining_s(now_s) for routed in instances),
+        decode_legs=sum(routed.record.ledger.decode_legs for routed in instances),
+        kv_usage=math.fsum(routed.instance.engine.kv_usage for routed in instances) / len(instances),
     )
 
 

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
 from fulcrum_core.values import Slo
+from fulcrum_router.policy.candidates import V
 from fulcrum_router.policy.dispatch import FlipProposal
 from fulcrum_router.policy.faults.failures import Failure
 from fulcrum_router.policy.instance_record import InstanceRecord
@@ -61,7 +62,6 @@ class SimulatedRequest:
     skips_admission: bool = False
 
 
-V = TypeVar("V", bound=InstanceRecord)
 V_contra = TypeVar("V_contra", bound=InstanceRecord, contravariant=True)
 
 
@@ -269,7 +269,7 @@ class _Run:
             raise NotImplementedError(f"the engine model has no protocol with {action}")
 
     def _end(self, outcome: Outcome) -> None:
-        """Tell the caller, and drop the references in a circle: they would wait for the garbage collector."""
+        """Report the outcome, and break the reference cycle, which only the garbage collector would free."""
         self.journey.on_moved = self._prefill_leg = self._decode_leg = None
         self._on_end(outcome)
 

@@ -6,8 +6,8 @@ import pytest
 
 from bench.gpu_profiles import (
     COEFFICIENTS,
-    compare,
     compute_all_reduce_s,
+    compute_deviations,
     find_attention_s,
     fit_curves,
     read_curves,
@@ -30,7 +30,7 @@ def measure(gpus: int, *, without_s: float = 0.0) -> dict[str, object]:
 
 
 def test_a_profile_with_the_measured_coefficients_does_not_deviate() -> None:
-    deviations = compare(TRUTH, read_curves(measure(1), BUDGET, LINK), BUDGET)
+    deviations = compute_deviations(TRUTH, read_curves(measure(1), BUDGET, LINK), BUDGET)
     assert [round(value, 9) for values in deviations.values() for value in values] == [0.0] * 11
 
 

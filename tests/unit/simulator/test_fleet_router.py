@@ -57,7 +57,7 @@ def test_only_the_rest_of_an_answer_is_computed_after_its_engine_failed() -> Non
     ended: list[RequestResult] = []
     record = RequestResult(WorkloadRequest(0.0, 600, 100))
     router.serve(record, 0, lambda: ended.append(record))
-    first, second = (router.fleet.by_name[name] for name in ("d0", "d1"))
+    first, second = (router.fleet.routed_by_name[name] for name in ("d0", "d1"))
     while first.record.ledger.decode_tokens < 600 + 40:
         events.run_next()
         router.advance()
@@ -77,5 +77,5 @@ def test_a_probe_reads_the_kv_use_after_steps_that_were_skipped() -> None:
     router.serve(RequestResult(WorkloadRequest(0.5, 600, 400)), 0, lambda: None)
     while not router.samples:
         events.run_next()
-    view = router.fleet.by_name["d0"]
+    view = router.fleet.routed_by_name["d0"]
     assert view.record.kv_usage == view.instance.engine.kv_usage > 0

@@ -99,7 +99,7 @@ class JourneyContext(Generic[V]):
     """Shared state of the journeys of one router."""
 
     __slots__ = (
-        "_first_asked",
+        "_requests_counted",
         "admission",
         "decode_share",
         "deflects",
@@ -145,8 +145,8 @@ class JourneyContext(Generic[V]):
         self.starts = EngineStarts()
         """The engines that start: admission counts on them."""
         self.tier_reserve = TierReserve()
-        self._first_asked = 0
-        """Requests so far: decides which instances of a large fleet `_record_demand` asks."""
+        self._requests_counted = 0
+        """Requests so far; `_record_demand` derives from it which instances of a large fleet it samples."""
         self.shed_until_s: dict[str, float] = {}
         """Time until which an instance that has shed a request gets none of those that wait. An engine that
         sheds has no work, so that it would be the least loaded one.
@@ -186,8 +186,8 @@ class JourneyContext(Generic[V]):
         candidates = self.fleet.candidates
         eligible = candidates.prefill or candidates.decode
         every = max(1, -(-len(eligible) // INSTANCES_ASKED))
-        self._first_asked += 1
-        asked = eligible[self._first_asked % every :: every]
+        self._requests_counted += 1
+        asked = eligible[self._requests_counted % every :: every]
         tokens, computed, prefill_s = work.prompt_tokens, work.least_computed, 0.0
         for instance in asked:
             prefill_s += instance.prefill_model.ttft_s(computed) / len(asked)

@@ -22,8 +22,8 @@ KV_SHARE = 0.8
 STEP_SHARE = 0.9
 """Share of the TPOT objective that a step may take with a request of a lower tier in its batch."""
 SENDS_FOR_S = 30.0
-"""Time after its last request for which a tier counts as one that sends requests. A request that comes later
-may wait longer for its first token: of arrivals at random, 20 a minute, one in 22,000."""
+"""Time after its last request for which a tier counts as one that sends requests. A request after a longer
+pause may wait behind lower tiers: of random arrivals, 20 a minute, one in 22,000."""
 MAX_REQUEST_SHARE = 0.5
 """Share of a limit that one request counts as at most: else a long prompt would need an empty instance."""
 
