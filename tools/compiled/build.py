@@ -5,7 +5,7 @@
 
 With that folder in `PYTHONPATH` a program or a test uses the compiled modules; a checkout never holds any.
 `wheel_hook.py` adds the router's to the wheel of the image, and `tools/image` to the image for tests. The
-simulator's are for measurements (`bench/compiled_simulator.py`).
+simulator's are for measurements (`bench/compiled.py`).
 The folder is in `.cache`, under a hash of the sources, these settings, and the versions of Python and mypy,
 so that unchanged sources are compiled once; delete it after a change of the C compiler.
 """
