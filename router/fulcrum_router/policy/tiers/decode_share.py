@@ -3,9 +3,9 @@
 The order of the waiting room decides who is prefilled next. Decode has no such order: an engine takes what it
 gets, and each request that it decodes slows down the others and keeps its KV for as long as its answer takes.
 So new requests of lower tiers wait in the router, until `level.MAX_HOLD_S` lets one pass, while every decode
-instance is as full as `STEP_SHARE` of the tightest TPOT objective of any tier, or `KV_SHARE` of its KV cache,
-allows. An idle instance always has room, and an objective that even an empty step misses limits nothing.
-Without tiers of different priorities nothing is held; in mode Direct the journey does not ask.
+instance has `STEP_SHARE` of the tokens that the tightest TPOT objective of any tier allows, or `KV_SHARE` of
+its KV cache in use. An idle instance always has room, and an objective that even an empty step misses limits
+nothing. Without tiers of different priorities nothing is held; in mode Direct the journey does not ask.
 `JourneyContext` has one and asks `must_wait` for each request that is about to be sent.
 
 The spare time of decode (`policy.deflection`) is not for prompts of lower tiers either, while a higher one
@@ -19,8 +19,8 @@ from fulcrum_router.policy.instance_record import InstanceRecord
 
 KV_SHARE = 0.8
 """Share of the KV cache that lower tiers may fill with prompts and predicted answers."""
-STEP_SHARE = 0.9
-"""Share of the TPOT objective that a step may take with a request of a lower tier in its batch."""
+STEP_SHARE = 0.8
+"""Share of the tokens that decode serves within the TPOT objective, up to which lower tiers use it."""
 SENDS_FOR_S = 30.0
 """Time after its last request for which a tier counts as one that sends requests. A request after a longer
 pause may wait behind lower tiers: of random arrivals, 20 a minute, one in 22,000."""
