@@ -60,7 +60,7 @@ class JourneyChoices(EligibleInstances[V]):
 
     def _seek_prefill(self, now_s: float, rules: FlipProposalRules) -> Action:
         """Choose a prefill instance; without one, the decode instance computes the prompt."""
-        context = self._context
+        context, rules = self._context, self._restrain_flips(now_s, rules)
         self.source = self.predicted_ttft = None
         self.local_prefill_reason = reason = self._no_prefill_leg
         if reason is None and len(self._failed_prefill) >= MAX_ATTEMPTS:

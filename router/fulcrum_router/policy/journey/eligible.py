@@ -9,7 +9,13 @@ import math
 
 from fulcrum_router.policy.candidates import V
 from fulcrum_router.policy.deflection import Deflection, choose_deflection, is_at_risk
-from fulcrum_router.policy.dispatch import Dispatch, DispatchDecision, FlipProposal, compute_decode_cost
+from fulcrum_router.policy.dispatch import (
+    Dispatch,
+    DispatchDecision,
+    FlipProposal,
+    FlipProposalRules,
+    compute_decode_cost,
+)
 from fulcrum_router.policy.journey.record import JourneyRecord
 from fulcrum_router.policy.journey.states import State
 from fulcrum_router.policy.overflow import choose_overflow
@@ -120,6 +126,26 @@ class EligibleInstances(JourneyRecord[V]):
         eligible, full = self._list_eligible(now_s, ())
         is_behind = self.state is _ARRIVED and bool(room.members)
         return bool(eligible) and (is_behind or len(full) == len(eligible) or self._must_join_the_held(now_s))
+
+    # --- flips -------------------------------------------------------------------------------------
+
+    def _restrain_flips(self, now_s: float, rules: FlipProposalRules) -> FlipProposalRules:
+        """Return the rules by which this request may ask for a flip to prefill.
+
+        While a higher tier sends requests, the others must keep to the limit of decode's load without the
+        instance that flips: a burst of a lower tier would flip several before a measured load shows it.
+        """
+        context = self._context
+        decode = len(context.fleet.candidates.decode)
+        if not (rules.enabled and decode) or not context.decode_share.is_used_by_higher(
+            self.work.priority, now_s
+        ):
+            return rules
+        return FlipProposalRules(
+            enabled=True,
+            max_decode_load=rules.max_decode_load * (decode - 1) / decode,
+            to_decode_cooldown_until_s=rules.to_decode_cooldown_until_s,
+        )
 
     # --- overflow ------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from fulcrum_router.policy.instance_record import InstanceRecord
 
 KV_SHARE = 0.8
 """Share of the KV cache that lower tiers may fill with prompts and predicted answers."""
-STEP_SHARE = 0.8
+STEP_SHARE = 0.75
 """Share of the tokens that decode serves within the TPOT objective, up to which lower tiers use it."""
 SENDS_FOR_S = 30.0
 """Time after its last request for which a tier counts as one that sends requests. A request after a longer

@@ -17,9 +17,9 @@ def decode(tokens: int, *, capacity: int | None = None, reserved: int = 0) -> In
     ("instances", "waits"),
     [
         pytest.param([], False, id="without decode instances there is nothing to wait for"),
-        pytest.param([decode(3_050)], False, id="four fifths of the tokens within the TPOT objective"),
-        pytest.param([decode(3_150)], True, id="more of these tokens"),
-        pytest.param([decode(3_150), decode(0)], False, id="one instance with room is enough"),
+        pytest.param([decode(2_850)], False, id="three quarters of the tokens within the TPOT objective"),
+        pytest.param([decode(2_950)], True, id="more of these tokens"),
+        pytest.param([decode(2_950), decode(0)], False, id="one instance with room is enough"),
         pytest.param([decode(600, reserved=100, capacity=1_000)], False, id="four fifths of the KV cache"),
         pytest.param([decode(600, reserved=110, capacity=1_000)], True, id="more of the KV cache"),
         pytest.param([decode(0, capacity=50)], False, id="an empty instance takes any request"),
@@ -34,8 +34,8 @@ def test_lower_tiers_leave_room_in_decode(instances: list[InstanceRecord], waits
 @pytest.mark.parametrize(
     ("instance", "waits"),
     [
-        pytest.param(decode(1_550), False, id="half of the tokens within the objective"),
-        pytest.param(decode(1_650), True, id="fewer of these tokens"),
+        pytest.param(decode(1_450), False, id="half of the tokens within the objective"),
+        pytest.param(decode(1_550), True, id="fewer of these tokens"),
         pytest.param(decode(390, capacity=1_000), False, id="half of the KV cache's share"),
         pytest.param(decode(410, capacity=1_000), True, id="less of the KV cache's share"),
     ],

@@ -3,7 +3,7 @@
 import pytest
 
 from fulcrum_core.values import Role
-from fulcrum_router.policy import TransferPairs
+from fulcrum_router.policy import FlipProposalRules, TransferPairs
 from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext, State
 from fulcrum_router.policy.tiers.decode_share import SENDS_FOR_S
@@ -24,6 +24,28 @@ def make_context() -> JourneyContext[InstanceRecord]:
     context.waiting_room = WaitingRoom(prefill_ahead_s=0.5)
     context.decode_share.set_tiers({LOW, HIGH}, tpot_s=SLO.tpot_s)
     return context
+
+
+@pytest.mark.parametrize(
+    ("load", "priority", "silent_s", "action"),
+    [
+        pytest.param(0.45, HIGH, 0.0, Action.ASK_FOR_FLIP, id="the highest tier"),
+        pytest.param(0.45, LOW, 0.0, Action.WAIT, id="two instances would have 0.675"),
+        pytest.param(0.35, LOW, 0.0, Action.ASK_FOR_FLIP, id="two instances would have 0.525"),
+        pytest.param(0.45, LOW, SENDS_FOR_S + 0.1, Action.ASK_FOR_FLIP, id="no higher tier sends requests"),
+    ],
+)
+def test_a_lower_tier_asks_for_no_flip_after_which_decode_would_have_too_much(
+    load: float, priority: int, silent_s: float, action: Action
+) -> None:
+    context = make_context()
+    context.fleet = FakeFleet([instance("p1", queued_s=1.0), *map(instance, ("d1", "d2", "d3"))])
+    for view in context.fleet.candidates.decode:
+        view.itl_s = load * SLO.tpot_s
+    context.flip_rules = FlipProposalRules(enabled=True, max_decode_load=0.6)
+    context.decode_share.record_arrival(HIGH, 0.0)
+    journey = Journey(context, work(TOKENS, priority=priority)._replace(deadline_s=silent_s + SLO.ttft_s))
+    assert journey.begin(silent_s) is action
 
 
 def begin(
@@ -48,7 +70,7 @@ def begin(
             TOKENS,
             SENDS_FOR_S + 0.1,
             Action.SEND_PREFILL,
-            id="the higher tier has sent nothing for 10 s",
+            id="the higher tier has sent nothing for long",
         ),
     ],
 )

@@ -756,7 +756,7 @@ def make_full_decode() -> JourneyContext[InstanceRecord]:
     """A fleet whose decode has room for a prompt of 100 tokens and its answer, of a lower tier."""
     context = make_context("p1", "d1")
     context.decode_share.set_tiers({0, 10}, tpot_s=0.05)
-    context.fleet["d1"].ledger.add_decode(tokens=3_500 - int(DEFAULT_OUTPUT_TOKENS))
+    context.fleet["d1"].ledger.add_decode(tokens=2_900 - int(DEFAULT_OUTPUT_TOKENS))
     return context
 
 
