@@ -235,21 +235,18 @@ def _cordon_leaving(
     leaving: set[str] = set()
     blocked_removals: dict[str, str] = {}
     for removal in removals:
+        serving = _list_serving_their_roles(observed, spec, rules)
         left, refusal = removal.count, ""
         for name in removal.candidates:
             proposed = _set_cordon(spec, name, removal.reason)
-            verdict = (
-                may_apply(spec, proposed, ready_instances(observed), rules, now_s=observed.now_s)
-                if left
-                else None
-            )
+            verdict = may_apply(spec, proposed, serving, rules, now_s=observed.now_s) if left else None
             if verdict and verdict.allowed:
                 spec, left = proposed, left - 1
                 leaving.add(name)
             elif verdict:
                 refusal = verdict.reason
         if left and refusal and removal.may_flip_another:
-            spec = _flip_to_make_room(spec, removal, leaving, observed, rules)
+            spec = _flip_to_make_room(spec, removal, leaving, serving, observed, rules)
         elif left and refusal:
             blocked_removals[removal.pool] = refusal
     for name in sorted({member.name for member in members} - leaving):
@@ -258,20 +255,32 @@ def _cordon_leaving(
     return AssignmentPlan(spec, frozenset(leaving), blocked_removals)
 
 
+def _list_serving_their_roles(
+    observed: Observed, spec: PDAssignmentSpec, rules: AssignmentRules
+) -> frozenset[str]:
+    """The ready instances, without those whose engines restart first to take their roles in `spec`."""
+    restarting = {
+        name
+        for instance in observed.instances
+        if (name := instance.metadata.name) in rules.restarted_by_flip and name in spec.roles
+        if current_role(instance) not in (None, spec.roles[name].role)
+    }
+    return ready_instances(observed) - restarting
+
+
 def _flip_to_make_room(
     spec: PDAssignmentSpec,
     removal: Removal,
     leaving: Collection[str],
+    serving: frozenset[str],
     observed: Observed,
     rules: AssignmentRules,
 ) -> PDAssignmentSpec:
     """Give a remaining instance the role of one that a floor keeps, so that it can be removed later."""
-    unremovable = [
-        name for name in removal.candidates if name not in leaving and name in ready_instances(observed)
-    ]
+    unremovable = [name for name in removal.candidates if name not in leaving and name in serving]
     for name in unremovable[:1]:
         role = Role(spec.roles[name].role)
-        others = list_assigned(spec.roles, ready_instances(observed) - set(removal.candidates), role.other)
+        others = list_assigned(spec.roles, serving - set(removal.candidates), role.other)
         for other in others:
             proposed = build_flip(
                 spec,
@@ -281,7 +290,7 @@ def _flip_to_make_room(
                 reason=f"replaces {name}, which is to be removed",
                 now_s=observed.now_s,
             )
-            if may_apply(spec, proposed, ready_instances(observed), rules, now_s=observed.now_s).allowed:
+            if may_apply(spec, proposed, serving, rules, now_s=observed.now_s).allowed:
                 return proposed
     return spec
 

@@ -285,6 +285,21 @@ def test_a_flip_by_restart_starts_the_engine_for_the_new_role() -> None:
     ) == (D, D)
 
 
+def test_a_rollout_does_not_count_an_instance_that_restarts_to_flip() -> None:
+    """Else it would take one more of that role, before the flipped one serves."""
+    floors = {"prefill": {"min": 1}, "decode": {"min": 2}}
+    spec = {"instances": 4, "roles": floors, "autoscaling": {"flip": {"strategy": "Restart"}}}
+    chat_fleet = make_settled_service(spec)
+    assert chat_fleet.assignment
+    flipped = build_flip(
+        chat_fleet.assignment.spec, "chat-1", D, by=Actor.PERSON, reason="", now_s=chat_fleet.now_s
+    )
+    chat_fleet.write_assignment(flipped)
+    chat_fleet.edit_service(engine={"image": "next"}, rollout={"maxSurge": 0, "maxUnavailable": 2})
+    chat_fleet.reconcile()
+    assert chat_fleet.serving_names(chat_fleet.assignment.spec, D) == {"chat-2", "chat-3"}
+
+
 def test_a_refused_cordon_is_written_back_with_the_reason() -> None:
     chat_fleet = make_settled_service({"instances": 2})
     assert chat_fleet.assignment
