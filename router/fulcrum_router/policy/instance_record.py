@@ -29,22 +29,14 @@ class InstanceRecord:
         "serving",
     )
 
-    def __init__(
-        self,
-        name: str,
-        prefill: PrefillModel,
-        decode: DecodeModel,
-        *,
-        role: Role = Role.DECODE,
-        on_cpu: bool = False,
-    ) -> None:
+    def __init__(self, name: str, prefill: PrefillModel, decode: DecodeModel) -> None:
         self.name = name
         """Name of the PDInstance."""
-        self.role = role
+        self.role = Role.DECODE
         """Current role."""
         self.serving = False
         """Whether new requests may be sent to the instance."""
-        self.on_cpu = on_cpu
+        self.on_cpu = False
         """Whether the engine runs on CPUs, without an accelerator."""
         self.identity: EngineIdentity | None = None
         """Engine properties that KV transfers depend on; None: unknown, treated as compatible."""

@@ -39,10 +39,11 @@ class RoutedInstance:
         *,
         on_cpu: bool = False,
     ) -> None:
-        self.record = LearningInstance(instance.name, prefill, decode, role=role, on_cpu=on_cpu)
-        self.record.serving, self.record.kv_capacity_tokens = True, instance.kv_capacity_tokens
-        instance.on_tokens = self.record.ledger.add_shared_tokens
-        self.instance = instance
+        record = LearningInstance(instance.name, prefill, decode)
+        record.role, record.on_cpu, record.serving = role, on_cpu, True
+        record.kv_capacity_tokens = instance.kv_capacity_tokens
+        instance.on_tokens = record.ledger.add_shared_tokens
+        self.instance, self.record = instance, record
         self._batch_tokens = 0
         self.engine_requests: int | None = None
         self.engine_waiting: int | None = None

@@ -51,8 +51,9 @@ def instance(
 ) -> InstanceRecord:
     """Make an instance with work in flight; without `role`, names with `p…` prefill and others decode."""
     role = role or (Role.PREFILL if name.startswith("p") else Role.DECODE)
-    view = InstanceRecord(name, prefill, decode, role=role)
-    view.serving, view.identity, view.itl_s, view.error_share = serving, identity, itl_s, error_share
+    view = InstanceRecord(name, prefill, decode)
+    view.role, view.serving = role, serving
+    view.identity, view.itl_s, view.error_share = identity, itl_s, error_share
     if queued_s or prefilling:
         view.ledger.add_prefill(tokens=prefilling, predicted_s=queued_s, now_s=0.0)
     if decoding:

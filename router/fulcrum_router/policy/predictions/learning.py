@@ -4,7 +4,6 @@ The router's instances and the simulated ones are built on it, so that both lear
 """
 
 from fulcrum_core.latency import DecodeModel, PrefillModel
-from fulcrum_core.values import Role
 from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.predictions.estimate import DecodePredictor, PrefillPredictor
 from fulcrum_router.policy.predictions.prefill_samples import PrefillSampler
@@ -15,16 +14,8 @@ class LearningInstance(InstanceRecord):
 
     __slots__ = ("_decode_predictor", "_deflections", "_prefill_predictor", "_prefill_sampler")
 
-    def __init__(
-        self,
-        name: str,
-        prefill: PrefillModel,
-        decode: DecodeModel,
-        *,
-        role: Role = Role.DECODE,
-        on_cpu: bool = False,
-    ) -> None:
-        super().__init__(name, prefill, decode, role=role, on_cpu=on_cpu)
+    def __init__(self, name: str, prefill: PrefillModel, decode: DecodeModel) -> None:
+        super().__init__(name, prefill, decode)
         self._deflections = 0
         """Prompts that were deflected here until the last probe."""
         self._prefill_sampler = PrefillSampler()

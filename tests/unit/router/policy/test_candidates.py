@@ -29,8 +29,8 @@ def test_a_decision_reads_each_instance_at_most_twice_whatever_the_groups(groups
     roles = (Role.PREFILL, Role.DECODE)
     fleet: list[InstanceRecord] = []
     for number in range(64):
-        fleet.append(CountedInstance(f"i{number:02}", PREFILL, DECODE, role=roles[number % 2]))
-        fleet[-1].serving = True
+        fleet.append(CountedInstance(f"i{number:02}", PREFILL, DECODE))
+        fleet[-1].role, fleet[-1].serving = roles[number % 2], True
         fleet[-1].identity = replace(IDENTITY, model=f"m{number // 2 % groups}")
     candidates, source = Candidates(fleet), fleet[0]
     for _ in range(2):  # the first decision for a source finds its readers
