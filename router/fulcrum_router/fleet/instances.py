@@ -1,8 +1,8 @@
 """The router's record of each instance: endpoint, role, health, latency models, load.
 
 `observe.objects` sets roles (from the PDAssignment) and endpoints (from the PDInstances), `observe.engines`
-what engines report, the data path health and load. Policies read the part that is
-`policy.InstanceRecord`.
+what engines report, the data path health and load. Policies read only
+the attributes of `policy.InstanceRecord`.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Which instances may take the work of a request now, and whether decode has room for it.
+"""Which instances may take the work of a request now, whether decode has room, and when it may ask for flips.
 
 This is the second layer of `Journey`. It changes nothing: `choices` decides by it where a request goes and
 whether it waits. It also finds the decode instance that may compute a prompt (`policy.deflection`). It is not
@@ -6,6 +6,7 @@ used by itself.
 """
 
 import math
+from dataclasses import replace
 
 from fulcrum_router.policy.candidates import V
 from fulcrum_router.policy.deflection import Deflection, choose_deflection, is_at_risk
@@ -141,11 +142,7 @@ class EligibleInstances(JourneyRecord[V]):
             self.work.priority, now_s
         ):
             return rules
-        return FlipProposalRules(
-            enabled=True,
-            max_decode_load=rules.max_decode_load * (decode - 1) / decode,
-            to_decode_cooldown_until_s=rules.to_decode_cooldown_until_s,
-        )
+        return replace(rules, max_decode_load=rules.max_decode_load * (decode - 1) / decode)
 
     # --- overflow ------------------------------------------------------------------------------------
 
