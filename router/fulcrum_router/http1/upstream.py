@@ -85,6 +85,7 @@ class EngineConnection:
         "_received_data",
         "_remaining_bytes",
         "_scanner",
+        "_was_paused",
         "deadline_s",
         "end_s",
         "handler",
@@ -113,6 +114,8 @@ class EngineConnection:
         self._received_data = False
         self._paused_at_s: float | None = None
         """Time since which nothing is read, as the client is slower than the engine; None: it is read."""
+        self._was_paused = False
+        """Whether reading has stopped since the last check: data may then be older than that."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -297,8 +300,9 @@ class EngineConnection:
         client is slow then, not the engine.
         """
         received, self._received_data = self._received_data, False
-        if received:
-            self._pool.last_data_s = now_s
+        if received and self._idle_timeout_s and not self._was_paused:
+            self._pool.last_streamed_s = now_s
+        self._was_paused = self._paused_at_s is not None
         if now_s >= self.end_s and self._paused_at_s is None:
             self._fail(Failure.TOO_LONG, _TOO_SLOW)
         elif received and self._idle_timeout_s and self._head is not None:
@@ -322,7 +326,7 @@ class EngineConnection:
         """Stop reading: the client is slower than the engine. No effect after the end of the response."""
         if self.handler is None or self._paused_at_s is not None:
             return
-        self._paused_at_s = time.monotonic()
+        self._paused_at_s, self._was_paused = time.monotonic(), True
         if self.transport is not None and not self.transport.is_closing():
             with contextlib.suppress(RuntimeError):
                 self.transport.pause_reading()
@@ -334,7 +338,7 @@ class EngineConnection:
         paused_s = time.monotonic() - self._paused_at_s
         self.deadline_s += paused_s
         self.end_s += paused_s
-        self._paused_at_s = None
+        self._paused_at_s, self._was_paused = None, True
         if self.transport is not None and not self.transport.is_closing():
             with contextlib.suppress(RuntimeError):
                 self.transport.resume_reading()
@@ -343,7 +347,7 @@ class EngineConnection:
 class ConnectionPool:
     """The connections to one endpoint; the last used is reused first."""
 
-    __slots__ = ("_closed", "_idle", "_portions", "address", "busy", "host", "last_data_s", "port")
+    __slots__ = ("_closed", "_idle", "_portions", "address", "busy", "host", "last_streamed_s", "port")
 
     def __init__(self, host: str, port: int) -> None:
         self.host, self.port = host, port
@@ -352,8 +356,10 @@ class ConnectionPool:
         self._idle: dict[EngineConnection, None] = {}
         """Unused connections, the last used at the end. A dictionary: thousands may be lost at once."""
         self.busy: set[EngineConnection] = set()
-        self.last_data_s = 0.0
-        """When the endpoint last sent data, in monotonic seconds."""
+        self.last_streamed_s = 0.0
+        """When the endpoint last sent a part of a stream, or ended a response, in monotonic seconds. The head
+        of a probe is none, nor is what lay in a buffer while a client was slow: an engine that hangs has
+        both."""
         self._portions: Portions[EngineConnection] = Portions()
 
     @property
@@ -395,7 +401,9 @@ class ConnectionPool:
             raise
         except TimeoutError:
             failure = classify_connect_timeout(
-                took_s=time.monotonic() - began_s, timeout_s=timeout_s, has_data=self.last_data_s > began_s
+                took_s=time.monotonic() - began_s,
+                timeout_s=timeout_s,
+                has_data=self.last_streamed_s > began_s,
             )
             raise LegFailed(failure, "no connection in time", may_have_started=False) from None
         except OSError as error:
@@ -418,7 +426,7 @@ class ConnectionPool:
         if self._closed:
             connection.abort()
             return
-        self.last_data_s = connection.idle_since_s = time.monotonic()
+        self.last_streamed_s = connection.idle_since_s = time.monotonic()
         self._idle[connection] = None
 
     def remove(self, connection: EngineConnection) -> None:

@@ -185,7 +185,7 @@ class EngineProber:
         instance.engine_waiting = None
         if failure is Failure.NO_SOCKET:
             return  # of the router, which says nothing about the engine
-        if failure is Failure.TIMEOUT and pool.last_data_s > began_s:
+        if failure is Failure.TIMEOUT and pool.last_streamed_s > began_s:
             instance.missed_probes = 0  # it is slow, but works
             return
         instance.missed_probes += 1

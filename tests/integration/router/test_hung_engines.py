@@ -87,7 +87,7 @@ async def test_a_connect_timeout_of_an_engine_that_responds_elsewhere_is_not_unr
         assert instance.connection_pool is not None
         connecting = asyncio.ensure_future(instance.connection_pool.connect(0.2))
         await run_pending_tasks()  # the connection attempt has started
-        instance.connection_pool.last_data_s = time.monotonic()
+        instance.connection_pool.last_streamed_s = time.monotonic()
         with pytest.raises(Exception, match="no connection in time") as failed:
             await connecting
     assert failed.value.failure == "timeout"  # type: ignore[attr-defined]

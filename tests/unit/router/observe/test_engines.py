@@ -112,7 +112,7 @@ def test_an_engine_is_ejected_for_slow_metrics_only_after_some_probes_without_an
     pool = instance.require_connection_pool()
 
     def miss(*, sends: bool) -> bool:
-        pool.last_data_s = 10.5 if sends else 9.5
+        pool.last_streamed_s = 10.5 if sends else 9.5
         prober._record_missed_probe(instance, pool, Failure.TIMEOUT, began_s=10.0)
         return instance.serving
 
