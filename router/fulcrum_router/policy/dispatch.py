@@ -283,7 +283,7 @@ def _find_cheapest_prefill(
     bound_s: float = math.inf,
 ) -> tuple[int, Cost | None, float]:
     """Return how many instances there are, the cheapest with a first token within `bound_s`, and the least
-    second part of all costs, without transfer delays.
+    second part of all costs (that one without transfer delays).
 
     `start_s`: from the end of the KV transfer to the first token. Only a cost that may be the least becomes
     an object, since all instances are looked at for each request.

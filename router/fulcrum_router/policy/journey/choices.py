@@ -98,14 +98,17 @@ class JourneyChoices(EligibleInstances[V]):
     def _choose_prefill(
         self, now_s: float, rules: FlipProposalRules, exclude: tuple[str, ...]
     ) -> DispatchDecision:
-        """Choose among the instances that have not just shed a request, if there is one."""
+        """Choose among the instances that have not just shed a request, if there is one.
+
+        A flip that decode cannot spare is not proposed.
+        """
         context = self._context
         shedding = context.list_shedding(now_s) if context.shed_until_s else ()
         if shedding:
             excluded = frozenset(exclude + shedding)
             if any(i.name not in excluded for i in context.fleet.candidates.prefill):
                 exclude += shedding
-        return choose_prefill(
+        decision = choose_prefill(
             context.fleet.candidates,
             self.work,
             now_s=now_s,
@@ -113,6 +116,9 @@ class JourneyChoices(EligibleInstances[V]):
             exclude=exclude,
             delays=context.pairs.prefill_delays,
         )
+        if type(decision) is FlipProposal and not self._may_flip(now_s):
+            return decision.fallback
+        return decision
 
     def _admit(self, now_s: float) -> None:
         """Admit the request without a forecast: it does not wait for prefill instances."""
@@ -318,7 +324,7 @@ class JourneyChoices(EligibleInstances[V]):
                 exclude=exclude,
                 delays=context.pairs.prefill_delays,
             )
-            if type(decision) is FlipProposal:
+            if type(decision) is FlipProposal and self._may_flip(now_s):
                 return self._ask_for_flip(now_s, decision)
         return self._join_room(now_s, own_s)
 

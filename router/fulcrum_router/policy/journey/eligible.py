@@ -1,4 +1,4 @@
-"""Which instances may take the work of a request now, whether decode has room, and when it may ask for flips.
+"""Which instances may take a request now, whether decode has room for it, and whether it may ask for a flip.
 
 This is the second layer of `Journey`. It changes nothing: `choices` decides by it where a request goes and
 whether it waits. It also finds the decode instance that may compute a prompt (`policy.deflection`). It is not
@@ -133,16 +133,28 @@ class EligibleInstances(JourneyRecord[V]):
     def _restrain_flips(self, now_s: float, rules: FlipProposalRules) -> FlipProposalRules:
         """Return the rules by which this request may ask for a flip to prefill.
 
-        While a higher tier sends requests, the others must keep to the limit of decode's load without the
-        instance that flips: a burst of a lower tier would flip several before a measured load shows it.
+        While a higher tier sends requests, the measured load of decode must keep to its limit with one
+        instance fewer. What the measurement does not show yet, `_may_flip` asks the ledgers.
         """
-        context = self._context
-        decode = len(context.fleet.candidates.decode)
-        if not (rules.enabled and decode) or not context.decode_share.is_used_by_higher(
-            self.work.priority, now_s
-        ):
+        if not rules.enabled or not self._is_below_a_sender(now_s):
             return rules
-        return replace(rules, max_decode_load=rules.max_decode_load * (decode - 1) / decode)
+        decode = len(self._context.fleet.candidates.decode)
+        return replace(rules, max_decode_load=rules.max_decode_load * max(0, decode - 1) / max(1, decode))
+
+    def _may_flip(self, now_s: float) -> bool:
+        """Whether decode can spare an instance for this request.
+
+        While a higher tier sends requests, the tokens in use must fit the other instances: a burst of a lower
+        tier would flip several before a measured load shows the first.
+        """
+        candidates = self._context.fleet.candidates
+        return not self._is_below_a_sender(now_s) or self._context.decode_share.can_spare_one(
+            candidates.decode, candidates.other_role
+        )
+
+    def _is_below_a_sender(self, now_s: float) -> bool:
+        """Whether a higher tier than that of this request sends requests."""
+        return self._context.decode_share.is_used_by_higher(self.work.priority, now_s)
 
     # --- overflow ------------------------------------------------------------------------------------
 

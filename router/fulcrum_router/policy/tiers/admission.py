@@ -43,7 +43,7 @@ from fulcrum_router.policy.dispatch import KV_FULL
 from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.kv_pairs.pair_record import TransferDelay
 from fulcrum_router.policy.starts import ComingInstance
-from fulcrum_router.policy.tiers.decode_share import MAX_REQUEST_SHARE, STEP_SHARE, find_kv_share
+from fulcrum_router.policy.tiers.decode_share import MAX_REQUEST_SHARE, TOKEN_SHARE, find_kv_share
 from fulcrum_router.policy.tiers.forecast_errors import ForecastErrors
 from fulcrum_router.policy.tiers.return_queue import ReturnQueue
 from fulcrum_router.policy.work import Work
@@ -393,7 +393,7 @@ def _find_limit(instance: InstanceRecord, tpot_s: float, kv_share: float | None)
     step = instance.decode_model.max_tokens(tpot_s) or math.inf
     capacity = instance.kv_capacity_tokens or math.inf
     if kv_share is not None:
-        return min(STEP_SHARE * step, kv_share * capacity)
+        return min(TOKEN_SHARE * step, kv_share * capacity)
     return min(step, KV_FULL * capacity)
 
 

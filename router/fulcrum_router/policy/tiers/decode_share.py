@@ -2,25 +2,28 @@
 
 The order of the waiting room decides who is prefilled next. Decode has no such order: an engine takes what it
 gets, and each request that it decodes slows down the others and keeps its KV for as long as its answer takes.
-So new requests of lower tiers wait in the router, until `level.MAX_HOLD_S` lets one pass, while every decode
-instance has `STEP_SHARE` of the tokens that the tightest TPOT objective of any tier allows, or `KV_SHARE` of
-its KV cache in use. An idle instance always has room, and an objective that even an empty step misses limits
-nothing. Without tiers of different priorities nothing is held; in mode Direct the journey does not ask.
-`JourneyContext` has one and asks `must_wait` for each request that is about to be sent.
+So new requests of lower tiers wait in the router, until `level.MAX_HOLD_S` lets one pass, while each decode
+instance would, with the request, have more in use than `TOKEN_SHARE` of the tokens that the tightest TPOT
+objective of any tier allows, or `KV_SHARE` of its KV cache. An idle instance always has room, and an
+objective that even an empty step misses limits nothing. Without tiers of different priorities nothing is
+held, nor in mode Direct. `JourneyContext` has one, and `journey.eligible` asks `must_wait` for each request
+that is about to be sent.
 
-The spare time of decode (`policy.deflection`) is not for prompts of lower tiers either, while a higher one
-sends requests: each such prompt stalls all answers of its instance. `journey.eligible` asks for both.
+While a higher tier sends requests, the others are limited further. Their prompts get nothing of the spare
+time of decode (`policy.deflection`), since each stalls all answers of its instance. They do not queue in
+engines. And they ask for a flip to prefill only if `can_spare_one`.
 """
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 
 from fulcrum_router.policy.instance_record import InstanceRecord
 
 KV_SHARE = 0.8
 """Share of the KV cache that lower tiers may fill with prompts and predicted answers."""
-STEP_SHARE = 0.75
-"""Share of the tokens that decode serves within the TPOT objective, up to which lower tiers use it."""
+TOKEN_SHARE = 0.75
+"""A lower tier gets nothing of decode beyond this share of the tokens that meet the TPOT objective."""
 SENDS_FOR_S = 30.0
 """Time after its last request for which a tier counts as one that sends requests. A request after a longer
 pause may wait behind lower tiers: of random arrivals, 20 a minute, one in 22,000."""
@@ -84,6 +87,27 @@ class DecodeShare:
             known = True
         return known
 
+    def can_spare_one(self, decode: Sequence[InstanceRecord], others: Iterable[InstanceRecord]) -> bool:
+        """Whether one decode instance fewer would still leave the highest tier its share.
+
+        The tokens in use are taken as those that will be in use, wherever they are now: also answers on
+        `others`, instances that have flipped to prefill.
+        """
+        limits = [self._find_limit(instance) for instance in decode]
+        if math.inf in limits:
+            return True  # nothing is to be protected
+        ledgers = [instance.ledger for instance in chain(decode, others)]
+        in_use = sum(ledger.decode_tokens + ledger.reserved_tokens for ledger in ledgers)
+        return in_use <= math.fsum(limits) - max(limits, default=0.0)
+
+    def _find_limit(self, instance: InstanceRecord) -> float:
+        """Tokens up to which lower tiers may use the instance."""
+        capacity = instance.kv_capacity_tokens or math.inf
+        return min(TOKEN_SHARE * self._find_max_tokens(instance), KV_SHARE * capacity)
+
+    def _find_max_tokens(self, instance: InstanceRecord) -> float:
+        return instance.decode_model.max_tokens(self.tpot_s) or math.inf
+
     def _has_room(self, instance: InstanceRecord, tokens: float, kv_share: float) -> bool:
         ledger = instance.ledger
         in_use = ledger.decode_tokens + ledger.reserved_tokens
@@ -92,8 +116,7 @@ class DecodeShare:
         capacity = instance.kv_capacity_tokens
         if capacity and not _fits(in_use, tokens, kv_share * capacity):
             return False
-        limit = STEP_SHARE * instance.decode_model.max_tokens(self.tpot_s)
-        return not limit or _fits(in_use, tokens, limit)
+        return _fits(in_use, tokens, TOKEN_SHARE * self._find_max_tokens(instance))
 
 
 def find_kv_share(kept: float) -> float:

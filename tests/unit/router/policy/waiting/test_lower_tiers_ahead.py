@@ -6,11 +6,11 @@ from fulcrum_core.values import Role
 from fulcrum_router.policy import FlipProposalRules, TransferPairs
 from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext, State
-from fulcrum_router.policy.tiers.decode_share import SENDS_FOR_S
+from fulcrum_router.policy.tiers.decode_share import SENDS_FOR_S, TOKEN_SHARE
 from fulcrum_router.policy.tiers.tier_reserve import SPARE_S
 from fulcrum_router.policy.waiting.level import AGEING_FACTOR
 from fulcrum_router.policy.waiting.waiting_room import WaitingRoom
-from tests.unit.router.builders import SLO, FakeFleet, instance, work
+from tests.unit.router.builders import DECODE, SLO, FakeFleet, instance, work
 
 TOKENS = 100
 """A prompt of 0.1 s."""
@@ -26,22 +26,35 @@ def make_context() -> JourneyContext[InstanceRecord]:
     return context
 
 
+LIMIT = TOKEN_SHARE * DECODE.max_tokens(SLO.tpot_s)
+"""Tokens of a decode instance that lower tiers may use."""
+
+
 @pytest.mark.parametrize(
-    ("load", "priority", "silent_s", "action"),
+    ("load", "in_use", "flipped", "priority", "silent_s", "action"),
     [
-        pytest.param(0.45, HIGH, 0.0, Action.ASK_FOR_FLIP, id="the highest tier"),
-        pytest.param(0.45, LOW, 0.0, Action.WAIT, id="two instances would have 0.675"),
-        pytest.param(0.35, LOW, 0.0, Action.ASK_FOR_FLIP, id="two instances would have 0.525"),
-        pytest.param(0.45, LOW, SENDS_FOR_S + 0.1, Action.ASK_FOR_FLIP, id="no higher tier sends requests"),
+        pytest.param(0.45, 0.8, 0.0, HIGH, 0.0, Action.ASK_FOR_FLIP, id="the highest tier"),
+        pytest.param(0.3, 0.8, 0.0, LOW, 0.0, Action.WAIT, id="two would have 1.2 times their share"),
+        pytest.param(0.35, 0.6, 0.0, LOW, 0.0, Action.ASK_FOR_FLIP, id="two would have 0.9 of it"),
+        pytest.param(0.45, 0.6, 0.0, LOW, 0.0, Action.WAIT, id="two would have a load of 0.675"),
+        pytest.param(0.3, 0.6, 0.9, LOW, 0.0, Action.WAIT, id="one has just flipped, with its answers"),
+        pytest.param(
+            0.45, 0.8, 0.0, LOW, SENDS_FOR_S + 0.1, Action.ASK_FOR_FLIP, id="no higher tier sends requests"
+        ),
     ],
 )
 def test_a_lower_tier_asks_for_no_flip_after_which_decode_would_have_too_much(
-    load: float, priority: int, silent_s: float, action: Action
+    load: float, in_use: float, flipped: float, priority: int, silent_s: float, action: Action
 ) -> None:
+    """The measured load may be old: the tokens in use count as well."""
     context = make_context()
-    context.fleet = FakeFleet([instance("p1", queued_s=1.0), *map(instance, ("d1", "d2", "d3"))])
-    for view in context.fleet.candidates.decode:
-        view.itl_s = load * SLO.tpot_s
+    decoding, itl_s = int(in_use * LIMIT), load * SLO.tpot_s
+    context.fleet = FakeFleet(
+        [
+            instance("p1", queued_s=1.0, decoding=int(flipped * LIMIT)),
+            *(instance(name, decoding=decoding, itl_s=itl_s) for name in ("d1", "d2", "d3")),
+        ]
+    )
     context.flip_rules = FlipProposalRules(enabled=True, max_decode_load=0.6)
     context.decode_share.record_arrival(HIGH, 0.0)
     journey = Journey(context, work(TOKENS, priority=priority)._replace(deadline_s=silent_s + SLO.ttft_s))
