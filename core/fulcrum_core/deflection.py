@@ -4,8 +4,9 @@ The router deflects no others (`fulcrum_router.policy.deflection` has the reason
 deflection only where the mean prompt is short enough.
 """
 
-STALL_MAX = 15.0
-"""Longest stall, in TPOT objectives. With 100 ms it is 1.5 s, a prompt of 16,000 tokens on four H100."""
+STALL_MAX = 30.0
+"""Longest stall, in TPOT objectives. With 100 ms it is 3 s, a prompt of 30,000 tokens on four H100; an engine
+computes it in steps of its token budget, and its answers get a token with each."""
 STALL_SHARE = 0.25
 """Share of the time of a mean answer that stalls may take: half of the answers are shorter."""
 TPOT_SHARE = 0.8

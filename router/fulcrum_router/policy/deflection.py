@@ -3,7 +3,7 @@
 With S_D the TPOT objective, I(x) the time of a decode step over x KV tokens, and T(n) the time of a prompt
 among decodes:
 
-    T(n) ≤ 15·S_D               one stall: an engine computes up to its token budget of a prompt in one step
+    T(n) ≤ 30·S_D               one stall; an engine computes up to its token budget of a prompt in one step
     φ = 1 − I(x)/(0.8·S_D) > 0  share of the time that the decodes can spare
     T(n)/φ ≤ 60 s               time in which they have caught up with their objective after the prompt
     c + T(n)/φ ≤ m·0.8·S_D/4    the same, with the time c that earlier prompts still need
