@@ -8,7 +8,7 @@ their bars; exit code 1 if one misses its bar. `--quick` runs two workloads with
 median of the ratios of single seeds, with their range.
 
 With `--runs FILE` every simulated run is appended to the file, and those in it are not repeated: what was
-stopped goes on. Delete the file after a change of the policies, the simulator or the workloads.
+stopped goes on. Runs of other code or other workloads stay in the file and do not count.
 
 The simulator is compiled first, which takes a minute once, and gives the same figures in half the time.
 Without mypyc (`.venv/.dev`) or a C compiler it runs as Python; the first line tells which.
@@ -59,8 +59,10 @@ ARROW, EVEN = SHIPPED_ARROW + AS_PUBLISHED, "static:4P4D" + AS_PUBLISHED
 BEST, CLAIRVOYANT = BEST_STATIC, "clairvoyant:30s"
 """With the default dispatch, as ours."""
 PUBLISHED_BEST = BEST_STATIC + AS_PUBLISHED
-OTHERS = tuple(
-    name + AS_PUBLISHED for name in ("dynamo-like", "narwhal-like", "cold:60s", "cold:300s", "colocated")
+OTHERS = (
+    *(name + AS_PUBLISHED for name in ("dynamo-like", "narwhal-like", "cold:60s", "cold:300s", "colocated")),
+    "xllm",
+    "round-robin:4P4D",
 )
 BARS = 0.9, 0.99
 QUICK = "azure_code_2023.csv.gz", "phases-200s"

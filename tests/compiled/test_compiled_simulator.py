@@ -24,7 +24,7 @@ def describe_request(number: int) -> str:
 
 TRACE = "arrival_s,input_tokens,output_tokens\n" + "".join(map(describe_request, range(240)))
 """Two minutes; `fulcrum simulate` repeats it to nine."""
-POLICIES = "arrow,balanced,clairvoyant:10s,narwhal-like,static:2P2D+direct,colocated+direct+nodeflect"
+POLICIES = "arrow,balanced,clairvoyant:10s,narwhal-like,static:2P2D+direct,xllm,colocated+direct+nodeflect"
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdservice import PDService
 from fulcrum_core.values import Actor, Phase, Role
-from fulcrum_simulator.fleet.autoscaler import SimulatedFlip
+from fulcrum_simulator.fleet.flip import SimulatedFlip
 from fulcrum_simulator.fleet.run import RunResult
 
 INTERVAL_S = 1.0

@@ -7,7 +7,6 @@ flip after `flip_latency_s`. `run` starts it, except for policies that are plann
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from functools import partial
 
 from fulcrum_autoscaler.policy import (
@@ -23,18 +22,8 @@ from fulcrum_autoscaler.policy import (
 from fulcrum_autoscaler.policy.intervals import ACKNOWLEDGEMENT_TIMEOUT_S, REFUSAL_PAUSE_S
 from fulcrum_core.api.pdassignment import PDAssignmentSpec
 from fulcrum_core.router_state import FlipRequest, RouterState
+from fulcrum_simulator.fleet.flip import SimulatedFlip
 from fulcrum_simulator.fleet.router import SimulatedRouter
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedFlip:
-    """One flip: when it was decided, which instance got which role, and why."""
-
-    at_s: float
-    instance: str
-    to: str
-    split: str
-    reason: str
 
 
 class SimulatedAutoscaler:

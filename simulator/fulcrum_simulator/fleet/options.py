@@ -41,12 +41,17 @@ class PolicyName(StrEnum):
     """A fixed split; requests go to the instance with the least work, by the shipped dispatch."""
     COLOCATED = "colocated"
     """Every instance computes prompts and decodes them, with chunked prefill and without KV transfers."""
+    ROUND_ROBIN = "round-robin"
+    XLLM = "xllm"
+    """Dispatch of published systems: see `published_dispatch`."""
 
 
 PLANNED = frozenset({PolicyName.CLAIRVOYANT, PolicyName.DYNAMO, PolicyName.NARWHAL})
 """Policies with a `SplitPlanner`; the router asks for no flips."""
 RESPLIT_S = 30.0
 """Interval of the clairvoyant split, if its name has none."""
+PAIRED = PolicyName.ROUND_ROBIN, PolicyName.XLLM
+"""Policies that choose both instances of a request on arrival, without the shipped dispatch."""
 FLIPPING = frozenset({PolicyName.ARROW, PolicyName.BALANCED, PolicyName.COLD})
 
 
@@ -102,7 +107,7 @@ class Policy:
 
 _DIRECT, _NO_DEFLECT, _PREFIX, _ENFORCE = "+direct", "+nodeflect", "+prefix", "+enforce"
 _DEGRADE = re.compile(r"(.+)\+degrade:([1-9]\d{0,6})")
-_SPLIT = re.compile(r"(arrow|balanced|static):(\d+)p(\d+)d")
+_SPLIT = re.compile(r"(arrow|balanced|static|round-robin|xllm):(\d+)p(\d+)d")
 _BUDGET = re.compile(r"colocated(?::(\d+))?")
 _TIMED = re.compile(r"(cold|clairvoyant):(\w+)")
 
@@ -121,6 +126,8 @@ def parse_policy(text: str, *, instances: int) -> Policy:
             `BEST_STATIC` is such a text: it stands for several runs, which the caller makes of `list_splits`.
     """
     name = text.lower()
+    if name.startswith(PAIRED) and "+" in name:
+        raise InvalidInput("--policy", text, "takes nothing with +: it does not use the shipped dispatch")
     if name.endswith(_ENFORCE):
         policy = parse_policy(name.removesuffix(_ENFORCE), instances=instances)
         return replace(policy, admission=AdmissionMode.ENFORCE)
@@ -136,7 +143,7 @@ def parse_policy(text: str, *, instances: int) -> Policy:
         policy = parse_policy(name.removesuffix(_DIRECT), instances=instances)
         return replace(policy, dispatch=DispatchMode.DIRECT)
     even = instances // 2, instances - instances // 2
-    if name in (PolicyName.ARROW, PolicyName.BALANCED):
+    if name in (PolicyName.ARROW, PolicyName.BALANCED, PolicyName.XLLM):
         return Policy(PolicyName(name), *even)
     if found := _SPLIT.fullmatch(name):
         return _parse_split(text, PolicyName(found[1]), int(found[2]), int(found[3]), instances)
@@ -148,7 +155,8 @@ def parse_policy(text: str, *, instances: int) -> Policy:
         return _parse_timed(text, PolicyName(found[1]), found[2], even)
     known = (
         "arrow, arrow:xPyD, balanced, balanced:xPyD, static:xPyD, static:best, colocated, colocated:TOKENS, "
-        "cold:TIME, clairvoyant, clairvoyant:TIME, dynamo-like, narwhal-like"
+        "cold:TIME, clairvoyant, clairvoyant:TIME, dynamo-like, narwhal-like, "
+        "round-robin:xPyD, xllm, xllm:xPyD"
     )
     raise InvalidInput("--policy", text, f"is not one of {known}")
 
@@ -222,6 +230,7 @@ class RunOptions:
             shipped policies flip only in mode Auto. All else, such as the name of the policy, the objectives,
             dispatch mode, deflection and admission, comes from the other attributes.
         prefix_caches: Whether engines keep computed prompts for those that begin alike.
+        other_profiles: Profiles of single instances by number, where their hardware is another one.
         cpu_instances: Instances on CPUs besides, with the role Prefill (`policy.overflow`).
         cpu_slowness: How many times as long their steps take as those of the profile.
         unsheddable_tiers: Tiers whose requests admission never refuses.
@@ -243,6 +252,7 @@ class RunOptions:
     drain_s: float = 600.0
     service: PDServiceSpec | None = None
     prefix_caches: bool = False
+    other_profiles: Mapping[int, EngineProfile] = field(default_factory=dict)
     cpu_instances: int = 0
     cpu_slowness: float = 20.0
     unsheddable_tiers: frozenset[str] = frozenset()

@@ -41,7 +41,14 @@ from fulcrum_simulator.fleet.prompt_blocks import PromptBlocks
 from fulcrum_simulator.fleet.records import RequestResult
 from fulcrum_simulator.fleet.routed_instance import RoutedFleet, RoutedInstance
 from fulcrum_simulator.fleet.timeline import Sample, take_sample
-from fulcrum_simulator.routing import Outcome, SimulatedJourneys, SimulatedLeg, SimulatedRequest
+from fulcrum_simulator.routing import (
+    Outcome,
+    PairDispatch,
+    PairedRequests,
+    SimulatedJourneys,
+    SimulatedLeg,
+    SimulatedRequest,
+)
 
 CANARY_INTERVAL_S = 10.0
 """Between two looks for pairs that are due; the shipped router looks every second and sends two at a time."""
@@ -111,9 +118,14 @@ class SimulatedRouter:
             self._context.admission.limit_waits(priorities, ttft_s=slo.ttft_s)
         self._context.admission.mode, self._context.admission.tiers = admission, tiers
         self._journeys = SimulatedJourneys(self._context, self)
+        self._paired: PairedRequests | None = None
         if flips is not None:
             self._context.flip_rules = FlipProposalRules(enabled=True, max_decode_load=flips.max_decode_load)
             self._context.flip_waits.enabled = True
+
+    def pair_requests(self, dispatch: PairDispatch) -> None:
+        """Have `dispatch` choose both instances of each request, in place of the shipped journey."""
+        self._paired = PairedRequests(dispatch, self)
 
     def run_canaries(self) -> None:
         """Have the pairs that are due connected, now and every `CANARY_INTERVAL_S`; it takes no time."""
@@ -262,7 +274,10 @@ class SimulatedRouter:
             record.retry_after_s = retry_after_s
 
         self.advance()
-        self._journeys.start(request, self.slo, on_token=take_token, on_end=end, on_refused=take_refusal)
+        if self._paired is not None:
+            self._paired.start(request, self.slo, on_token=take_token, on_end=end)
+        else:
+            self._journeys.start(request, self.slo, on_token=take_token, on_end=end, on_refused=take_refusal)
 
     def find_record(self, leg: SimulatedLeg) -> RequestResult | None:
         """Return the record of a leg's request; None if the request has ended."""

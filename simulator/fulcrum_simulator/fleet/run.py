@@ -21,8 +21,9 @@ from fulcrum_core.profiles import EngineProfile
 from fulcrum_core.values import Actor, DispatchMode, FlipPolicy, Role
 from fulcrum_router.policy.predictions.estimate import TYPICAL_REQUEST_TOKENS
 from fulcrum_simulator.bounds import UniformFleet, plan_moving_split
-from fulcrum_simulator.fleet.autoscaler import SimulatedAutoscaler, SimulatedFlip
+from fulcrum_simulator.fleet.autoscaler import SimulatedAutoscaler
 from fulcrum_simulator.fleet.event_queue import EventQueue
+from fulcrum_simulator.fleet.flip import SimulatedFlip
 from fulcrum_simulator.fleet.instance import InstanceOptions, SimulatedInstance
 from fulcrum_simulator.fleet.options import FLIPPING, PLANNED, Policy, PolicyName, RunOptions
 from fulcrum_simulator.fleet.planners import (
@@ -32,6 +33,7 @@ from fulcrum_simulator.fleet.planners import (
     SplitPlanner,
 )
 from fulcrum_simulator.fleet.prompt_blocks import PromptBlocks
+from fulcrum_simulator.fleet.published_dispatch import RoundRobin, Xllm
 from fulcrum_simulator.fleet.records import RequestResult
 from fulcrum_simulator.fleet.routed_instance import RoutedInstance
 from fulcrum_simulator.fleet.router import FlipSettings, SimulatedRouter
@@ -146,30 +148,33 @@ class _Simulation:
 
     def _build_instances(self) -> list[SimulatedInstance]:
         options = self._options
-        engine_options = InstanceOptions(
-            profile=_set_token_budget(options.profile, options.policy.token_budget),
-            step_noise=options.control.step_noise,
-            lookahead_steps=options.lookahead_steps,
-        )
-        on_cpu = replace(engine_options, profile=_slow_down(engine_options.profile, options.cpu_slowness))
-        shapes = dict.fromkeys(_name_instances(options.instances), engine_options)
-        shapes |= dict.fromkeys((f"cpu{number}" for number in range(options.cpu_instances)), on_cpu)
+        names = [*_name_instances(options.instances), *(f"cpu{n}" for n in range(options.cpu_instances))]
         peers: dict[str, SimulatedInstance] = {}
         drawn = random.Random(options.seed)  # not self._rng: CPU instances change nothing else that is drawn
         return [
             SimulatedInstance(
                 name,
-                shape,
+                InstanceOptions(
+                    profile=_set_token_budget(self._find_profile(number), options.policy.token_budget),
+                    step_noise=options.control.step_noise,
+                    lookahead_steps=options.lookahead_steps,
+                ),
                 self._events,
                 peers,
-                random.Random(drawn.getrandbits(64)) if shape is on_cpu else self._derive_rng(),
+                random.Random(drawn.getrandbits(64)) if number >= options.instances else self._derive_rng(),
             )
-            for name, shape in shapes.items()
+            for number, name in enumerate(names)
         ]
 
     def _find_first_role(self, number: int) -> Role:
         on_cpu = number >= self._options.instances
         return Role.PREFILL if on_cpu else _choose_role(self._options.policy, number)
+
+    def _find_profile(self, number: int) -> EngineProfile:
+        options = self._options
+        if number >= options.instances:
+            return _slow_down(options.profile, options.cpu_slowness)
+        return options.other_profiles.get(number, options.profile)
 
     def _derive_rng(self) -> random.Random:
         return random.Random(self._rng.getrandbits(64))
@@ -181,14 +186,13 @@ class _Simulation:
         error = options.control.model_error
 
         def build_routed(number: int, instance: SimulatedInstance) -> RoutedInstance:
-            on_cpu = number >= options.instances
-            profile = _slow_down(options.profile, options.cpu_slowness) if on_cpu else options.profile
+            profile = self._find_profile(number)
             return RoutedInstance(
                 instance,
                 self._find_first_role(number),
                 _distort(profile.step_model.prefill_model(profile.token_budget), error, rng),
                 _distort(profile.step_model.decode_model(TYPICAL_REQUEST_TOKENS), error, rng),
-                on_cpu=on_cpu,
+                on_cpu=number >= options.instances,
             )
 
         routed_instances = [build_routed(number, instance) for number, instance in enumerate(self._instances)]
@@ -252,13 +256,20 @@ class _Simulation:
             deflects=self._options.policy.deflects,
         )
 
-    def _build_autoscaler(self) -> SimulatedAutoscaler | SplitController | None:
-        options = self._options
+    def _build_autoscaler(self) -> SimulatedAutoscaler | SplitController | Xllm | None:
+        options, fleet = self._options, self._router.fleet
+        if options.policy.name is PolicyName.ROUND_ROBIN:
+            self._router.pair_requests(RoundRobin(fleet))
+            return None
+        if options.policy.name is PolicyName.XLLM:
+            dispatch = Xllm(fleet)
+            self._router.pair_requests(dispatch)
+            return dispatch
         if options.policy.name not in FLIPPING | PLANNED:
             return None
         roles = {
             routed.record.name: RoleAssignment(role=routed.record.role, since=0.0, by=Actor.OPERATOR)
-            for routed in self._router.fleet.instances
+            for routed in fleet.instances
         }
         assignment = PDAssignmentSpec(service="simulated", roles=roles)
         late = {

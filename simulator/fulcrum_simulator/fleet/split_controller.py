@@ -15,7 +15,7 @@ from fulcrum_core.assignment import build_flip
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.router_state import RouterState
 from fulcrum_core.values import Actor, Role
-from fulcrum_simulator.fleet.autoscaler import SimulatedFlip
+from fulcrum_simulator.fleet.flip import SimulatedFlip
 from fulcrum_simulator.fleet.planners import (
     TRAFFIC_WINDOW_S,
     PlannerView,

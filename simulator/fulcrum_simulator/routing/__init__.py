@@ -11,5 +11,14 @@ from fulcrum_simulator.routing.journeys import (
     SimulatedLeg,
     SimulatedRequest,
 )
+from fulcrum_simulator.routing.paired_requests import PairDispatch, PairedRequests
 
-__all__ = ["Outcome", "RoutingPort", "SimulatedJourneys", "SimulatedLeg", "SimulatedRequest"]
+__all__ = [
+    "Outcome",
+    "PairDispatch",
+    "PairedRequests",
+    "RoutingPort",
+    "SimulatedJourneys",
+    "SimulatedLeg",
+    "SimulatedRequest",
+]

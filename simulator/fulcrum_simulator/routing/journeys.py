@@ -95,13 +95,35 @@ class RoutingPort(Protocol[V_contra]):
         """A prefill leg was answered: predictors learn from it as from `LearningInstance.record_prefill`."""
 
 
+class LegOwner:
+    """A request in progress, which gets the events of its legs. Base class: the router has two kinds."""
+
+    __slots__ = ()
+
+    def on_token(self, leg: "SimulatedLeg", token: OutputToken) -> None:
+        """The engine of a leg produced a token."""
+        raise NotImplementedError
+
+    def on_end(self, leg: "SimulatedLeg", end: Finished) -> None:
+        """The engine finished a leg."""
+        raise NotImplementedError
+
+    def on_failure(self, leg: "SimulatedLeg", failure: Failure) -> None:
+        """A leg broke, was never accepted or took too long."""
+        raise NotImplementedError
+
+    def find_decode_entry(self) -> DecodeEntry | None:
+        """Return the ledger's entry of the decode leg, which counts all of its tokens."""
+        raise NotImplementedError
+
+
 class SimulatedLeg:
     """One request to one engine. The engine's side calls `on_token`, then `on_end` or `on_failure`, once."""
 
-    __slots__ = ("_run", "ended", "is_prefill", "last_token_s", "lease_expired", "request")
+    __slots__ = ("_owner", "ended", "is_prefill", "last_token_s", "lease_expired", "request")
 
-    def __init__(self, run: "_Run", request: EngineRequest, *, is_prefill: bool) -> None:
-        self._run, self.request, self.is_prefill = run, request, is_prefill
+    def __init__(self, owner: LegOwner, request: EngineRequest, *, is_prefill: bool) -> None:
+        self._owner, self.request, self.is_prefill = owner, request, is_prefill
         self.last_token_s = request.arrival_s
         """Time of the last token; before the first, when the leg was sent."""
         self.ended = False
@@ -111,23 +133,23 @@ class SimulatedLeg:
     def on_token(self, token: OutputToken) -> None:
         """The engine produced a token."""
         if not self.ended:
-            self._run.on_token(self, token)
+            self._owner.on_token(self, token)
 
     def find_entry(self) -> DecodeEntry | None:
         """Return the ledger's entry of a decode leg, which counts all of its tokens."""
-        return None if self.ended else self._run.journey.decode_entry
+        return None if self.ended else self._owner.find_decode_entry()
 
     def on_end(self, end: Finished) -> None:
         """The engine finished the request."""
         if not self.ended:
             self.ended = True
-            self._run.on_end(self, end)
+            self._owner.on_end(self, end)
 
     def on_failure(self, failure: Failure) -> None:
         """The leg broke, was never accepted or took too long."""
         if not self.ended:
             self.ended = True
-            self._run.on_failure(self, failure)
+            self._owner.on_failure(self, failure)
 
 
 class SimulatedJourneys(Generic[V]):
@@ -194,7 +216,7 @@ class SimulatedJourneys(Generic[V]):
             run.act(run.journey.flip_wait_ended(self.port.now_s()))
 
 
-class _Run:
+class _Run(LegOwner):
     """One request in progress."""
 
     __slots__ = (
@@ -339,6 +361,10 @@ class _Run:
         """Return the tokens of the decode leg so far; the ledger's entry counts them."""
         entry = self.journey.decode_entry
         return 0 if entry is None else entry.output_tokens
+
+    def find_decode_entry(self) -> DecodeEntry | None:
+        """See `LegOwner`."""
+        return self.journey.decode_entry
 
     def on_end(self, leg: SimulatedLeg, end: Finished) -> None:
         """Go on after a leg whose engine finished it."""

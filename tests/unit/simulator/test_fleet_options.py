@@ -23,7 +23,9 @@ from fulcrum_simulator.workload import WorkloadRequest
         "static:0P8D",
         "arrow:4P3D",
         "static:44",
-        "xllm",
+        "xllm-like",
+        "round-robin",
+        "xllm+direct",
         "cold",
         "cold:60",
         "clairvoyant:0s",
@@ -42,7 +44,15 @@ def test_splits_are_named_as_they_are_parsed() -> None:
     assert parse_policy("STATIC:3p1d", instances=4) == Policy(PolicyName.STATIC, 3, 1)
     names = ("arrow:3P1D", "colocated", "colocated:512", "cold:1m", "arrow:3P1D+direct")
     behind = ("balanced:3P1D+direct+nodeflect", "arrow:3P1D+direct+enforce", "static:3P1D+degrade:64")
-    for name in (*names, *behind, "dynamo-like", "narwhal-like", "clairvoyant:1m"):
+    for name in (
+        *names,
+        *behind,
+        "dynamo-like",
+        "narwhal-like",
+        "clairvoyant:1m",
+        "xllm:1P3D",
+        "round-robin:2P2D",
+    ):
         assert str(parse_policy(name, instances=4)) == name
 
 

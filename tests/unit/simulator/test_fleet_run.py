@@ -90,6 +90,7 @@ def test_a_lone_request_takes_the_time_of_its_stages() -> None:
         ("arrow", {"profile": SMALL_CACHE}),
         ("arrow+direct+nodeflect", {}),
         ("colocated", {"profile": SMALL_CACHE}),
+        ("xllm", {}),
     ],
     ids=[
         "arrow",
@@ -98,6 +99,7 @@ def test_a_lone_request_takes_the_time_of_its_stages() -> None:
         "a small KV cache",
         "direct",
         "colocated with a small KV cache",
+        "xllm",
     ],
 )
 def test_executing_each_step_gives_the_same_run(policy: str, changes: dict[str, Any]) -> None:
