@@ -70,6 +70,10 @@ class InstanceState(_WireModel):
     itl_slope_s: float | None = Field(
         default=None, description="Predicted inter-token latency per KV token of the batch."
     )
+    prompt_1k_s: float | None = Field(
+        default=None,
+        description="Predicted seconds to compute a prompt of 1,000 tokens alone; None: not learned.",
+    )
     on_cpu: bool = Field(default=False, description="Whether the engine runs on CPUs.")
 
     def is_idle(self, *, since_s: float) -> bool:

@@ -1,10 +1,15 @@
 """Chooses the instance that flips: Arrow's Algorithm 3 (try_flip); builds the assignment with the flip.
 
+Arrow's instances are alike. Among instances with different hardware, those that suit the new role much better
+than others go first.
+
 Used by `arrow`, by `balanced` and by the simulator's planners. Whether to flip at all is decided before.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from fulcrum_autoscaler.policy.decisions import RejectedInstance
 from fulcrum_autoscaler.policy.observation import AutoscalingRules, Observation
@@ -13,6 +18,9 @@ from fulcrum_core.assignment import build_flip, may_apply
 from fulcrum_core.formatting import format_count
 from fulcrum_core.router_state import InstanceState
 from fulcrum_core.values import Actor, Role
+
+SUITABILITY_MARGIN = 1.5
+"""Factor within which instances suit a role equally: their latency models are estimates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +54,7 @@ def choose_victim(
     The source role must have more than one serving instance before the flip and keep its floor after it. The
     cost of a prefill instance is (has no decode work, queued prefill seconds), that of a decode instance (has
     no prefill work, resident tokens). So an instance that still works for the other role goes first, then the
-    one with the least work.
+    one with the least work. Instances that suit the role `to` go before all others (`_find_unsuitable`).
 
     `base` is the stored assignment, if `observation.assignment` already contains flips that are not written
     yet: `may_apply` then judges these flips and the new one together.
@@ -55,8 +63,10 @@ def choose_victim(
     (pin, earlier refusal, fixed pool, cooldown, floor) are skipped and reported with the reason.
     """
     source = to.other
+    serving = observation.serving_states(source)
+    unsuitable = _find_unsuitable(serving, observation.serving_states(Role.DECODE), to)
     candidates = sorted(
-        observation.serving_states(source), key=lambda state: (*_cost(state, source), state.name)
+        serving, key=lambda state: (state.name in unsuitable, *_cost(state, source), state.name)
     )
     if len(candidates) <= 1:
         return NoVictim(reason=f"{source} keeps its last instance: {len(candidates)} serving")
@@ -71,11 +81,17 @@ def choose_victim(
         )
         if verdict.allowed:
             costlier = (
-                RejectedInstance(instance=s.name, reason=_describe_work(s, source))
+                RejectedInstance(
+                    instance=s.name,
+                    reason=_describe_work(s, source) + (f", suits {source}" if s.name in unsuitable else ""),
+                )
                 for s in candidates[index + 1 :]
             )
+            suits = f", suits {to}" if unsuitable and state.name not in unsuitable else ""
             return Victim(
-                instance=state.name, reason=_describe_work(state, source), rejected=(*rejected, *costlier)
+                instance=state.name,
+                reason=_describe_work(state, source) + suits,
+                rejected=(*rejected, *costlier),
             )
         rejected.append(RejectedInstance(instance=state.name, reason=verdict.reason))
     return NoVictim(reason=rejected[0].reason, rejected=tuple(rejected))
@@ -86,6 +102,37 @@ def with_autoscaler_flip(
 ) -> PDAssignmentSpec:
     """Return `current` with one instance flipped by the autoscaler."""
     return build_flip(current, instance, to, by=Actor.AUTOSCALER, reason=reason, now_s=now_s)
+
+
+def _find_unsuitable(
+    candidates: Sequence[InstanceState], decode: Sequence[InstanceState], to: Role
+) -> frozenset[str]:
+    """Find the candidates that suit the role `to` much less than the one that suits it best.
+
+    An instance suits prefill by the prompts that it computes in the time of a decode step: its inter-token
+    latency with the mean batch, over its time for a prompt. The absolute speed does not count: of a fast and
+    a slow instance with the same ratio, each role has one, and it does not matter which. None if a model is
+    not known.
+    """
+    batch_tokens = fmean(state.decode_tokens for state in decode) if decode else 0.0
+    ratios = {state.name: _compare_speeds(state, batch_tokens) for state in candidates}
+    known = [ratio for ratio in ratios.values() if ratio is not None]
+    if not known or len(known) < len(ratios):
+        return frozenset()
+    if to is Role.PREFILL:
+        least = max(known) / SUITABILITY_MARGIN
+        return frozenset(name for name, ratio in ratios.items() if ratio is not None and ratio < least)
+    most = min(known) * SUITABILITY_MARGIN
+    return frozenset(name for name, ratio in ratios.items() if ratio is not None and ratio > most)
+
+
+def _compare_speeds(state: InstanceState, batch_tokens: float) -> float | None:
+    """Return inter-token latency / time for a prompt; None: not known."""
+    intercept_s, slope_s, prompt_s = state.itl_intercept_s, state.itl_slope_s, state.prompt_1k_s
+    if intercept_s is None or slope_s is None or not prompt_s:
+        return None
+    ratio = (intercept_s + slope_s * batch_tokens) / prompt_s
+    return ratio if math.isfinite(ratio) and ratio > 0 else None
 
 
 def _cost(state: InstanceState, source: Role) -> tuple[bool, float]:

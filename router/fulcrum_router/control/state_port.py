@@ -85,6 +85,7 @@ def _build_instance_state(router: Router, instance: Instance) -> InstanceState:
         kv_capacity_tokens=instance.kv_capacity_tokens,
         itl_intercept_s=instance.decode_model.intercept,
         itl_slope_s=instance.decode_model.slope,
+        prompt_1k_s=instance.prefill_model.ttft_s(1000),
         on_cpu=instance.on_cpu,
     )
 

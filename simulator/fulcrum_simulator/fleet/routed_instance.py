@@ -95,6 +95,7 @@ class RoutedInstance:
             kv_capacity_tokens=record.kv_capacity_tokens,
             itl_intercept_s=record.decode_model.intercept,
             itl_slope_s=record.decode_model.slope,
+            prompt_1k_s=record.prefill_model.ttft_s(1000),
             on_cpu=record.on_cpu,
         )
 
