@@ -23,8 +23,8 @@ SHARES_V1, WEIGHT_V2 = 335, 33
 class ProcessorShares:
     """The control groups of one run of a bench; `root` is where the kernel shows them."""
 
-    def __init__(self, root: Path = Path("/sys/fs/cgroup")) -> None:
-        self._root = root
+    def __init__(self, root: Path = Path("/sys/fs/cgroup"), *, period_us: int = PERIOD_US) -> None:
+        self._root, self._period_us = root, period_us
         self._groups: list[Path] = []
 
     def limit(self, name: str, processes: Iterable[int], share: float) -> None:
@@ -33,7 +33,7 @@ class ProcessorShares:
         Raises:
             InvalidInput: if the kernel refuses, usually because this process does not run as root.
         """
-        quota_us = str(int(share * PERIOD_US))
+        quota_us = str(int(share * self._period_us))
         try:
             group = self._make_group(name, quota_us)
             for process in processes:
@@ -48,10 +48,10 @@ class ProcessorShares:
         group = (self._root if is_v2 else self._root / "cpu") / f"fulcrum-bench-{os.getpid()}-{name}"
         if is_v2:
             (self._root / "cgroup.subtree_control").write_text("+cpu")
-            settings = {"cpu.max": f"{quota_us} {PERIOD_US}", "cpu.weight": str(WEIGHT_V2)}
+            settings = {"cpu.max": f"{quota_us} {self._period_us}", "cpu.weight": str(WEIGHT_V2)}
         else:
             settings = {
-                "cpu.cfs_period_us": str(PERIOD_US),
+                "cpu.cfs_period_us": str(self._period_us),
                 "cpu.cfs_quota_us": quota_us,
                 "cpu.shares": str(SHARES_V1),
             }
@@ -71,9 +71,9 @@ class ProcessorShares:
 
 
 @contextmanager
-def processor_shares() -> Iterator[ProcessorShares]:
+def processor_shares(*, period_us: int = PERIOD_US) -> Iterator[ProcessorShares]:
     """Remove the control groups at the end of the block."""
-    shares = ProcessorShares()
+    shares = ProcessorShares(period_us=period_us)
     try:
         yield shares
     finally:

@@ -79,7 +79,7 @@ async def isolate_engines(running: RunningService, shares: ProcessorShares, shar
     async with running.connect() as service:
         for name in await service.list_instances():
             leader = await service.find_leader_pid(name)
-            shares.limit(name, _list_descendants(leader), share)
+            shares.limit(name, list_descendants(leader), share)
 
 
 async def measure_load(
@@ -100,12 +100,12 @@ def _read_other_work_s() -> float:
     A process counts with its children that have ended. The kernel measures this exactly; its total in
     /proc/stat is sampled at ticks, and was 6 % off with engines that wait at ticks.
     """
-    own = set(_list_descendants(os.getpid()))
+    own = set(list_descendants(os.getpid()))
     others = [entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return sum(_read_ticks(pid) for pid in others if int(pid) not in own) / _TICKS_PER_S
 
 
-def _list_descendants(pid: int) -> list[int]:
+def list_descendants(pid: int) -> list[int]:
     """The process and all its descendants that run."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():

@@ -22,6 +22,8 @@ CONNECT_TIMEOUT_S = 10.0
 IDLE_TIMEOUT_S = 120.0
 """Longest silence of an engine within a response."""
 _BODY_BYTES_MAX = 64 << 20
+KEEP_ALIVE_S = 2.0
+"""Longest use of an idle connection, in seconds. vLLM closes one after 5: a request sent then would fail."""
 _EVENT_BYTES_MAX = 1 << 20
 _MESSAGE_LENGTH_MAX = 200
 _CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
@@ -78,7 +80,7 @@ class EngineClient:
         The prompts follow from `seed`: an engine may have those of an earlier seed in its prefix cache.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=IDLE_TIMEOUT_S)
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             yield cls(url, session, seed=seed)
 

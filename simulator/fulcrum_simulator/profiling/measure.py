@@ -27,6 +27,10 @@ Report = Callable[[str], None]
 _STEPS_MIN = 8
 """Fewest steps from which a duration is computed."""
 DECODE_STEPS_MAX = 64 * DECODE_STEPS
+JOINING_PROMPTS = 4
+"""Prompts that join a batch one after the other: the delay by a single one is not much longer than noise."""
+JOINING_STEPS = 4
+"""Steps of the batch for each of them, besides those in which it is computed."""
 _PREFILL_LEG = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -121,13 +125,18 @@ class Measurer:
         """Return by how much a prompt of `tokens` delays `batch` requests that decode."""
 
         async def measure(steps: int) -> float:
-            max_tokens = self._steps_to_fill(batch, context) + 2 * steps + -(-tokens // self._room(batch))
-            runs, joining = [TokenTimes() for _ in range(batch)], TokenTimes()
+            joining_steps = JOINING_PROMPTS * (JOINING_STEPS + -(-tokens // self._room(batch)))
+            max_tokens = self._steps_to_fill(batch, context) + 2 * steps + joining_steps
+            runs, joining = (
+                [TokenTimes() for _ in range(batch)],
+                [TokenTimes() for _ in range(JOINING_PROMPTS)],
+            )
             settled = _watch_steps(runs, steps)
 
             async def join() -> None:
                 await settled.wait()
-                await self._client.stream(self._body(tokens, max_tokens=1), joining)
+                for times in joining:
+                    await self._client.stream(self._body(tokens, max_tokens=1), times)
 
             body = partial(self._body, context, max_tokens=max_tokens)
             await _run_all([*(self._client.stream(body(), run) for run in runs), join()])
@@ -205,14 +214,15 @@ def _mean_step(tokens_s: Sequence[float], start_s: float, end_s: float) -> tuple
     return steps, (inside[-1] - inside[0]) / steps
 
 
-def _compute_delay(runs: Sequence[TokenTimes], joining: TokenTimes) -> float:
-    """Return how much longer the steps took in which a joining prompt was computed."""
-    tokens_s = runs[0].tokens_s
-    first, last = bisect_right(tokens_s, joining.sent_s) - 1, bisect_left(tokens_s, joining.tokens_s[0])
+def _compute_delay(runs: Sequence[TokenTimes], joining: Sequence[TokenTimes]) -> float:
+    """Return how much longer the steps took in which a joining prompt was computed, by prompt."""
+    tokens_s, sent_s, end_s = runs[0].tokens_s, joining[0].sent_s, joining[-1].tokens_s[0]
+    first, last = bisect_right(tokens_s, sent_s) - 1, bisect_left(tokens_s, end_s)
     if last >= len(tokens_s):
         raise _NotMixed(len(tokens_s) - first)
-    _, alone_s = _mean_step(tokens_s, max(run.tokens_s[0] for run in runs), joining.sent_s)
-    return max(tokens_s[last] - tokens_s[first] - (last - first) * alone_s, 0.0)
+    _, alone_s = _mean_step(tokens_s, max(run.tokens_s[0] for run in runs), sent_s)
+    delay_s = tokens_s[last] - tokens_s[first] - (last - first) * alone_s
+    return max(delay_s / len(joining), 0.0)
 
 
 def _watch_steps(runs: Sequence[TokenTimes], steps: int) -> asyncio.Event:

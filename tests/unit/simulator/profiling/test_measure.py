@@ -1,6 +1,7 @@
 """The engine server, measured over HTTP on a virtual clock, gives the profile back that it runs on."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -227,6 +228,27 @@ async def test_an_engine_that_cannot_be_measured_is_one_line(
     completions: Handler, routes: dict[str, Handler], message: str
 ) -> None:
     assert await measure_bad_engine(completions, **routes) == message
+
+
+async def test_no_request_uses_a_connection_that_the_engine_may_be_closing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM closes a connection that was idle for 5 seconds; what arrives meanwhile gets no response."""
+    ports = []
+
+    async def note_port(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        ports.append(request.transport.get_extra_info("peername")[1])
+        return await respond_models(request)
+
+    app, begin_s = web.Application(), time.monotonic()
+    app.router.add_get("/v1/models", note_port)
+    app.router.add_get("/metrics", respond_metrics)
+    async with http_server(app) as url, EngineClient.open(url, seed=1) as client:
+        for idle_s in (0.0, 1.0, 5.0):
+            monkeypatch.setattr("aiohttp.connector.monotonic", lambda idle_s=idle_s: begin_s + idle_s)
+            await client.read_limits()
+    assert ports[0] == ports[1] != ports[2]
 
 
 async def test_an_engine_that_is_not_there_is_one_line() -> None:
