@@ -6,11 +6,13 @@ one: a search at another SLO attainment reuses the runs of that policy, and a me
 goes on where it was.
 """
 
+import hashlib
 import json
 import math
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +28,9 @@ from fulcrum_simulator.workload import COMPOSED, load_trace
 INSTANCES, PROFILE, SLO = 8, "l70-h100-tp4", Slo(ttft_s=3.0, tpot_s=0.1)
 BEST_STATIC = "static:best"
 """With a suffix for the dispatch, as other policies."""
+WORKLOADS = "scheduling_workloads.toml"
+SIMULATED = "autoscaler", "core", "router", "simulator"
+"""Folders of the packages that a run uses."""
 STRIDE_FAR, STRIDE_NEAR = 4, 1
 """First step on the grid: of the first seed, and of each further one, which starts where another ended."""
 FACTORS = 2.0**-6, 2.0**8
@@ -74,16 +79,27 @@ class RunKey(NamedTuple):
     factor: str
 
 
-class RunStore:
-    """All runs so far, and those that were in the file when it was opened."""
+@cache
+def hash_sources() -> str:
+    """Hash what decides a run: the sources and profiles of the packages that it uses, and the workloads."""
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    found = [p for package in SIMULATED for p in (root / package).rglob("*") if p.suffix in (".py", ".yaml")]
+    for path in (*sorted(found), Path(__file__).with_name(WORKLOADS)):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+
+class RunStore:
+    """All runs so far, and those that were in the file when it was opened, if they are of this code."""
+
+    def __init__(self, path: Path | None, code: str) -> None:
+        self._path, self._code = path, code
         self._runs: dict[RunKey, Run] = {}
         if path is not None and path.exists():
             for line in path.read_text(encoding="utf-8").splitlines():
                 entry = json.loads(line)
-                self._add(RunKey(**entry["key"]), Run(**entry["run"]))
+                if entry.get("code") == code:
+                    self._add(RunKey(**entry["key"]), Run(**entry["run"]))
 
     def _add(self, key: RunKey, run: Run) -> None:
         known = self._runs.get(key)
@@ -98,7 +114,7 @@ class RunStore:
         """Store a run, in the file by one write of a line: several processes append to it."""
         self._add(key, run)
         if self._path is not None:
-            line = json.dumps({"key": key._asdict(), "run": run._asdict()}) + "\n"
+            line = json.dumps({"code": self._code, "key": key._asdict(), "run": run._asdict()}) + "\n"
             with self._path.open("ab", buffering=0) as file:
                 file.write(line.encode())
 
@@ -154,7 +170,7 @@ def make_options(policy: str) -> RunOptions:
 
 def read_workloads(use: str, traces: Path | None) -> list[Workload]:
     """Read the list; traces are omitted if no folder is given."""
-    path = Path(__file__).with_name("scheduling_workloads.toml")
+    path = Path(__file__).with_name(WORKLOADS)
     listed = [Workload(**entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["workload"]]
     return [w for w in listed if w.use == use and (w.name in COMPOSED or traces is not None)]
 
@@ -196,7 +212,7 @@ class _Search:
     def __init__(self, task: Task) -> None:
         self._task = task
         self._load = make_load(task.workload, task.traces)
-        self._store = RunStore(task.runs)
+        self._store = RunStore(task.runs, hash_sources())
         self._best_prefill: int | None = None
 
     def find_highest(self, policy: str, seed: int, bar: float, first: int, stride: int) -> int | None:

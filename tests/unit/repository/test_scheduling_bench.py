@@ -40,8 +40,15 @@ def test_a_run_that_was_ended_early_tells_nothing_about_lower_attainments() -> N
 def test_runs_are_found_again_in_their_file_and_the_whole_one_counts(tmp_path: Path) -> None:
     path = tmp_path / "runs"
     for run in (LOST, WHOLE, LOST):
-        RunStore(path).record(KEY, run)
+        RunStore(path, "now").record(KEY, run)
     assert len(path.read_text().splitlines()) == 3
-    assert RunStore(path).find(KEY) == WHOLE
-    assert RunStore(path).find(KEY._replace(seed=2)) is None
-    assert RunStore(None).find(KEY) is None
+    assert RunStore(path, "now").find(KEY) == WHOLE
+    assert RunStore(path, "now").find(KEY._replace(seed=2)) is None
+    assert RunStore(None, "now").find(KEY) is None
+
+
+def test_runs_of_other_code_do_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "runs"
+    RunStore(path, "before").record(KEY, WHOLE)
+    assert RunStore(path, "now").find(KEY) is None
+    assert RunStore(path, "before").find(KEY) == WHOLE
