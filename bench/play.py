@@ -3,6 +3,7 @@
     python bench/play.py CASE [--seed N] [--for SECONDS] [--trace FILE]
 
 * moving: the load whose mix changes, mode Auto and then Off with the same seed
+* seeds: the same load, mode Auto, with the given seed and the four after it
 * dispatch: the moving load, requests waiting in the router and then in the engines with the same seed
 * steady: a load that needs no flip
 * trace: a recording at four times its speed; FILE, or azure_code_2023.csv.gz in the folder FULCRUM_TRACES
@@ -21,6 +22,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -31,6 +33,8 @@ DIRECT = "direct.yaml"
 """The service of `fulcrum play` with mode Direct and without deflection, in the folder of the report."""
 FLIPS = 1500
 """Enough for the load to run most of the time: the first 300 end before its first responses."""
+SEEDS, MEAN_MIN, WORST_MIN = 5, 0.92, 0.88
+"""Runs of the case seeds, and the least mean and worst SLO attainment."""
 SETTLING_TIME_S = 10.0
 """The first split is arbitrary; flips under a steady load count after this time."""
 
@@ -44,6 +48,8 @@ class Case:
 
     runs: tuple[tuple[str, ...], ...]
     judge: Callable[..., Iterable[Verdict]]
+    rising_seeds: bool = False
+    """Whether each run has the seed after that of the one before, and not the same one."""
 
 
 def judge_requests(report: Report) -> Iterable[Verdict]:
@@ -65,6 +71,15 @@ def judge_moving(auto: Report, off: Report) -> Iterable[Verdict]:
     yield min(counts) >= 2, f"{counts[0]} flips to Prefill, {counts[1]} to Decode"
     shares = auto["attainment"], off["attainment"]
     yield shares[0] - shares[1] >= 0.1, f"attainment {shares[0]:.1%} with Auto, {shares[1]:.1%} with Off"
+
+
+def judge_seeds(*reports: Report) -> Iterable[Verdict]:
+    """Check the mean and the worst SLO attainment."""
+    for report in reports:
+        yield from judge_requests(report)
+    shares = [report["attainment"] for report in reports]
+    found = f"attainment {', '.join(f'{share:.1%}' for share in shares)}, mean {fmean(shares):.1%}"
+    yield fmean(shares) >= MEAN_MIN and min(shares) >= WORST_MIN, found
 
 
 def judge_dispatch(queue: Report, direct: Report) -> Iterable[Verdict]:
@@ -106,6 +121,7 @@ def judge_kill(report: Report) -> Iterable[Verdict]:
 
 CASES = {
     "moving": Case((("--mode", "Auto"), ("--mode", "Off")), judge_moving),
+    "seeds": Case((("--load", "moving"),) * SEEDS, judge_seeds, rising_seeds=True),
     "dispatch": Case(((), ("--file", DIRECT)), judge_dispatch),
     "steady": Case((("--load", "steady"),), judge_steady),
     "trace": Case((("--speed", "4"),), judge_trace),
@@ -157,13 +173,17 @@ def main() -> int:
     parser.add_argument("--for", dest="seconds", type=float, default=60.0, metavar="SECONDS")
     parser.add_argument("--trace", type=Path, default=Path(os.environ.get("FULCRUM_TRACES", ".")) / RECORDING)
     given = parser.parse_args()
-    common = ["--seed", str(given.seed)]
+    common = []
     if given.case != "flips":  # which takes as long as its flips
         common += ["--for", f"{given.seconds:g}s"]
     if given.case == "trace":
         common += ["--trace", str(given.trace)]
     case = CASES[given.case]
-    return print_verdicts(case.judge(*(run_play(*options, *common) for options in case.runs)))
+    reports = (
+        run_play(*options, *common, "--seed", str(given.seed + number * case.rising_seeds))
+        for number, options in enumerate(case.runs)
+    )
+    return print_verdicts(case.judge(*reports))
 
 
 if __name__ == "__main__":
