@@ -8,7 +8,8 @@ their bars; exit code 1 if one misses its bar. `--quick` runs two workloads with
 median of the ratios of single seeds, with their range.
 
 With `--runs FILE` every simulated run is appended to the file, and those in it are not repeated: what was
-stopped goes on. Runs of other code or other workloads stay in the file and do not count.
+stopped goes on. Runs of other code stay in the file and do not count; a trace
+that has changed needs another name.
 
 The simulator is compiled first, which takes a minute once, and gives the same figures in half the time.
 Without mypyc (`.venv/.dev`) or a C compiler it runs as Python; the first line tells which.

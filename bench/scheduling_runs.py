@@ -84,7 +84,7 @@ def hash_sources() -> str:
     """Hash what decides a run: the sources and profiles of the packages that it uses, and the workloads."""
     root, digest = Path(__file__).parents[1], hashlib.sha256()
     found = [p for package in SIMULATED for p in (root / package).rglob("*") if p.suffix in (".py", ".yaml")]
-    for path in (*sorted(found), Path(__file__).with_name(WORKLOADS)):
+    for path in (*sorted(found), Path(__file__), Path(__file__).with_name(WORKLOADS)):
         digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 

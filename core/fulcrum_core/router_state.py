@@ -70,9 +70,10 @@ class InstanceState(_WireModel):
     itl_slope_s: float | None = Field(
         default=None, description="Predicted inter-token latency per KV token of the batch."
     )
-    prompt_1k_s: float | None = Field(
+    suits_prefill: float | None = Field(
         default=None,
-        description="Predicted seconds to compute a prompt of 1,000 tokens alone; None: not learned.",
+        description="How well the instance's pool suits prefill: time of a decode step with 10,000 tokens "
+        "as a multiple of that for a prompt of 1,000 tokens; None: no pool, or not measured.",
     )
     on_cpu: bool = Field(default=False, description="Whether the engine runs on CPUs.")
 

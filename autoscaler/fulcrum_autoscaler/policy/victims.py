@@ -1,7 +1,7 @@
 """Chooses the instance that flips: Arrow's Algorithm 3 (try_flip); builds the assignment with the flip.
 
-Arrow's instances are alike. Among instances with different hardware, those that suit the new role much better
-than others go first.
+Arrow's instances are alike. Where pools have different hardware, instances of the one that suits the new role
+much better go first.
 
 Used by `arrow`, by `balanced` and by the simulator's planners. Whether to flip at all is decided before.
 """
@@ -9,7 +9,6 @@ Used by `arrow`, by `balanced` and by the simulator's planners. Whether to flip 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from fulcrum_autoscaler.policy.decisions import RejectedInstance
 from fulcrum_autoscaler.policy.observation import AutoscalingRules, Observation
@@ -20,7 +19,7 @@ from fulcrum_core.router_state import InstanceState
 from fulcrum_core.values import Actor, Role
 
 SUITABILITY_MARGIN = 1.5
-"""Factor within which instances suit a role equally: their latency models are estimates."""
+"""Factor within which pools suit a role equally: their latency models are estimates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +63,7 @@ def choose_victim(
     """
     source = to.other
     serving = observation.serving_states(source)
-    unsuitable = _find_unsuitable(serving, observation.serving_states(Role.DECODE), to)
+    unsuitable = _find_unsuitable(serving, to)
     candidates = sorted(
         serving, key=lambda state: (state.name in unsuitable, *_cost(state, source), state.name)
     )
@@ -104,35 +103,20 @@ def with_autoscaler_flip(
     return build_flip(current, instance, to, by=Actor.AUTOSCALER, reason=reason, now_s=now_s)
 
 
-def _find_unsuitable(
-    candidates: Sequence[InstanceState], decode: Sequence[InstanceState], to: Role
-) -> frozenset[str]:
+def _find_unsuitable(candidates: Sequence[InstanceState], to: Role) -> frozenset[str]:
     """Find the candidates that suit the role `to` much less than the one that suits it best.
 
-    An instance suits prefill by the prompts that it computes in the time of a decode step: its inter-token
-    latency with the mean batch, over its time for a prompt. The absolute speed does not count: of a fast and
-    a slow instance with the same ratio, each role has one, and it does not matter which. None if a model is
-    not known.
+    How fast an instance is does not count: if one pool takes twice as long as another for prompts and for
+    steps, it does not matter which has which role. None if a pool was not measured yet.
     """
-    batch_tokens = fmean(state.decode_tokens for state in decode) if decode else 0.0
-    ratios = {state.name: _compare_speeds(state, batch_tokens) for state in candidates}
-    known = [ratio for ratio in ratios.values() if ratio is not None]
-    if not known or len(known) < len(ratios):
+    ratios = {state.name: state.suits_prefill for state in candidates if state.suits_prefill is not None}
+    if len(ratios) < len(candidates) or not ratios:
         return frozenset()
     if to is Role.PREFILL:
-        least = max(known) / SUITABILITY_MARGIN
-        return frozenset(name for name, ratio in ratios.items() if ratio is not None and ratio < least)
-    most = min(known) * SUITABILITY_MARGIN
-    return frozenset(name for name, ratio in ratios.items() if ratio is not None and ratio > most)
-
-
-def _compare_speeds(state: InstanceState, batch_tokens: float) -> float | None:
-    """Return inter-token latency / time for a prompt; None: not known."""
-    intercept_s, slope_s, prompt_s = state.itl_intercept_s, state.itl_slope_s, state.prompt_1k_s
-    if intercept_s is None or slope_s is None or not prompt_s:
-        return None
-    ratio = (intercept_s + slope_s * batch_tokens) / prompt_s
-    return ratio if math.isfinite(ratio) and ratio > 0 else None
+        least = max(ratios.values()) / SUITABILITY_MARGIN
+        return frozenset(name for name, ratio in ratios.items() if ratio < least)
+    most = min(ratios.values()) * SUITABILITY_MARGIN
+    return frozenset(name for name, ratio in ratios.items() if ratio > most)
 
 
 def _cost(state: InstanceState, source: Role) -> tuple[bool, float]:

@@ -18,6 +18,7 @@ from fulcrum_router.control.auth import Authenticator, Unauthorized
 from fulcrum_router.counters import RequestOutcome, TierCounters
 from fulcrum_router.fleet.instances import Instance
 from fulcrum_router.policy import PairKey, TransferOutcome, TransferPair
+from fulcrum_router.policy.predictions.learned_models import collect_models, compute_suitability
 from fulcrum_router.policy.tiers.admission import Admission, AdmissionDecision, TierDecisions
 from fulcrum_router.policy.tiers.tenant_counts import TenantCounts
 from fulcrum_router.router import Router
@@ -33,13 +34,18 @@ def build_router_state(router: Router, *, now_s: float) -> RouterState:
     reserves = {
         tier: (kept, lent) for tier, kept, lent in router.journeys.tier_reserve.list_fractions(monotonic_s)
     }
+    models = collect_models(router.fleet.instances, router.learned_models)
+    suits_prefill = {pool: compute_suitability(found) for pool, found in models.items()}
     return RouterState(
         service=router.settings.service if router.settings else "",
         generation=router.applied_assignment.generation,
         acknowledged_at_s=router.applied_assignment.applied_at_s,
         at_s=now_s,
         ledger_since_s=router.since_s,
-        instances=tuple(_build_instance_state(router, instance) for instance in router.fleet.instances),
+        instances=tuple(
+            _build_instance_state(router, instance, suits_prefill.get(instance.pool))
+            for instance in router.fleet.instances
+        ),
         flip_request_role=flip_request.role if flip_request else None,
         flip_request_seq=router.flip_requests.seq,
         prediction_error=router.ttft_errors.prefill_leg.value,
@@ -62,7 +68,7 @@ def _list_access_problems(router: Router) -> tuple[str, ...]:
     return router.callers.api_keys.list_problems()
 
 
-def _build_instance_state(router: Router, instance: Instance) -> InstanceState:
+def _build_instance_state(router: Router, instance: Instance, suits_prefill: float | None) -> InstanceState:
     ledger, waiting_s = instance.ledger, router.journeys.waiting_share_s(instance)
     return InstanceState(
         name=instance.name,
@@ -85,7 +91,7 @@ def _build_instance_state(router: Router, instance: Instance) -> InstanceState:
         kv_capacity_tokens=instance.kv_capacity_tokens,
         itl_intercept_s=instance.decode_model.intercept,
         itl_slope_s=instance.decode_model.slope,
-        prompt_1k_s=instance.prefill_model.ttft_s(1000),
+        suits_prefill=suits_prefill,
         on_cpu=instance.on_cpu,
     )
 

@@ -115,7 +115,7 @@ class EngineConnection:
         self._paused_at_s: float | None = None
         """Time since which nothing is read, as the client is slower than the engine; None: it is read."""
         self._was_paused = False
-        """Whether reading has stopped since the last check: data may then be older than that."""
+        """Whether reading has stopped since data was last checked for: what comes next may be old."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -254,8 +254,9 @@ class EngineConnection:
         if head is not None and head.keep_alive and not surplus:
             if self._paused_at_s is not None:
                 self.resume()
+            is_fresh = not self._was_paused
             self._clear()
-            self._pool.put_idle(self)
+            self._pool.put_idle(self, is_fresh=is_fresh)
         else:
             self._discard()
         handler.on_end()
@@ -300,9 +301,10 @@ class EngineConnection:
         client is slow then, not the engine.
         """
         received, self._received_data = self._received_data, False
-        if received and self._idle_timeout_s and not self._was_paused:
-            self._pool.last_streamed_s = now_s
-        self._was_paused = self._paused_at_s is not None
+        if received:
+            if self._idle_timeout_s and not self._was_paused:
+                self._pool.last_streamed_s = now_s
+            self._was_paused = self._paused_at_s is not None
         if now_s >= self.end_s and self._paused_at_s is None:
             self._fail(Failure.TOO_LONG, _TOO_SLOW)
         elif received and self._idle_timeout_s and self._head is not None:
@@ -338,7 +340,7 @@ class EngineConnection:
         paused_s = time.monotonic() - self._paused_at_s
         self.deadline_s += paused_s
         self.end_s += paused_s
-        self._paused_at_s, self._was_paused = None, True
+        self._paused_at_s = None
         if self.transport is not None and not self.transport.is_closing():
             with contextlib.suppress(RuntimeError):
                 self.transport.resume_reading()
@@ -421,12 +423,17 @@ class ConnectionPool:
             raise LegFailed(Failure.REMOVED, "the instance was removed", may_have_started=False)
         return connection
 
-    def put_idle(self, connection: EngineConnection) -> None:
-        """Keep an idle connection for the next request, or close it if the pool is closed."""
+    def put_idle(self, connection: EngineConnection, *, is_fresh: bool = True) -> None:
+        """Keep an idle connection for the next request, or close it if the pool is closed.
+
+        `is_fresh`: whether the engine has sent the end of the response just now.
+        """
         if self._closed:
             connection.abort()
             return
-        self.last_streamed_s = connection.idle_since_s = time.monotonic()
+        connection.idle_since_s = now_s = time.monotonic()
+        if is_fresh:
+            self.last_streamed_s = now_s
         self._idle[connection] = None
 
     def remove(self, connection: EngineConnection) -> None:

@@ -50,7 +50,7 @@ PLANNED = frozenset({PolicyName.CLAIRVOYANT, PolicyName.DYNAMO, PolicyName.NARWH
 """Policies with a `SplitPlanner`; the router asks for no flips."""
 RESPLIT_S = 30.0
 """Interval of the clairvoyant split, if its name has none."""
-PAIRED = PolicyName.ROUND_ROBIN, PolicyName.XLLM
+CHOSEN_ON_ARRIVAL = PolicyName.ROUND_ROBIN, PolicyName.XLLM
 """Policies that choose both instances of a request on arrival, without the shipped dispatch."""
 FLIPPING = frozenset({PolicyName.ARROW, PolicyName.BALANCED, PolicyName.COLD})
 
@@ -126,7 +126,7 @@ def parse_policy(text: str, *, instances: int) -> Policy:
             `BEST_STATIC` is such a text: it stands for several runs, which the caller makes of `list_splits`.
     """
     name = text.lower()
-    if name.startswith(PAIRED) and "+" in name:
+    if name.startswith(CHOSEN_ON_ARRIVAL) and "+" in name:
         raise InvalidInput("--policy", text, "takes nothing with +: it does not use the shipped dispatch")
     if name.endswith(_ENFORCE):
         policy = parse_policy(name.removesuffix(_ENFORCE), instances=instances)

@@ -1,6 +1,6 @@
 """Dispatch of published systems, to compare with: round robin, and that of xLLM. Only in the simulator.
 
-`routing.paired_requests` carries out the choices. `docs/simulate.md` describes both.
+`routing.routed_requests` carries out the choices. `docs/simulate.md` describes both.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from fulcrum_simulator.fleet.routed_instance import RoutedFleet
 
 
 class RoundRobin:
-    """Each role's instances in turn, whatever their work. Implements `PairDispatch`."""
+    """Each role's instances in turn, whatever their work. Implements `RouteDispatch`."""
 
     def __init__(self, fleet: RoutedFleet) -> None:
         self._fleet = fleet
@@ -21,21 +21,21 @@ class RoundRobin:
     def choose(
         self, _tokens: int, _slo: Slo, _now_s: float, /
     ) -> tuple[LearningInstance, LearningInstance] | None:
-        """See `PairDispatch`."""
+        """See `RouteDispatch`."""
         prefill, decode = self._fleet.candidates.prefill, self._fleet.candidates.decode
         if not prefill or not decode:
             return None
         number, self._number = self._number, self._number + 1
         return prefill[number % len(prefill)], decode[number % len(decode)]
 
-    def decode_ended(self, instance: LearningInstance, now_s: float, /) -> None:
-        """See `PairDispatch`."""
+    def request_ended(self, instance: LearningInstance, now_s: float, /) -> None:
+        """See `RouteDispatch`."""
 
 
 class Xllm:
     """The dispatch `SLO_AWARE` of xllm-service 0.9.0, with the objectives of the run.
 
-    Implements `PairDispatch`. T: predicted seconds of the prompts in flight on an instance. I: predicted ITL
+    Implements `RouteDispatch`. T: predicted seconds of the prompts in flight on an instance. I: predicted ITL
     of a decode instance with this request. S_T, S_D: objectives.
 
     1. The prefill instance is that with the least T, without this prompt.
@@ -57,7 +57,7 @@ class Xllm:
     def choose(
         self, tokens: int, slo: Slo, now_s: float, /
     ) -> tuple[LearningInstance, LearningInstance] | None:
-        """See `PairDispatch`."""
+        """See `RouteDispatch`."""
         prefill, decode = self._fleet.candidates.prefill, self._fleet.candidates.decode
         if not prefill or not decode:
             return None
@@ -81,9 +81,11 @@ class Xllm:
             source = fastest
         return source, chosen
 
-    def decode_ended(self, instance: LearningInstance, now_s: float, /) -> None:
-        """See `PairDispatch`."""
-        if instance.role is Role.DECODE and not instance.ledger.decode_legs:
+    def request_ended(self, instance: LearningInstance, now_s: float, /) -> None:
+        """See `RouteDispatch`."""
+        ledger = instance.ledger
+        is_idle = not ledger.decode_legs and not ledger.reserved_tokens
+        if is_idle and instance.serving and instance.role is Role.DECODE:
             self._flip(instance, Role.PREFILL, "its last request has ended", now_s)
 
     def _flip(self, instance: LearningInstance, to: Role, reason: str, now_s: float) -> None:
@@ -103,4 +105,5 @@ class Xllm:
 
 
 def _predict_itl_s(instance: LearningInstance, tokens: int) -> float:
-    return instance.decode_model.itl_s(instance.ledger.decode_tokens + tokens)
+    ledger = instance.ledger
+    return instance.decode_model.itl_s(ledger.decode_tokens + ledger.reserved_tokens + tokens)

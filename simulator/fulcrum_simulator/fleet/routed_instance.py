@@ -27,6 +27,7 @@ class RoutedInstance:
         "engine_requests",
         "engine_waiting",
         "instance",
+        "pool",
         "record",
     )
 
@@ -38,17 +39,33 @@ class RoutedInstance:
         decode: DecodeModel,
         *,
         on_cpu: bool = False,
+        pool: str = "",
     ) -> None:
         record = LearningInstance(instance.name, prefill, decode)
         record.role, record.on_cpu, record.serving = role, on_cpu, True
         record.kv_capacity_tokens = instance.kv_capacity_tokens
         instance.on_tokens = record.ledger.add_shared_tokens
-        self.instance, self.record = instance, record
+        self.instance, self.record, self.pool = instance, record, pool
         self._batch_tokens = 0
         self.engine_requests: int | None = None
         self.engine_waiting: int | None = None
         """Requests that waited in the engine at the last probe, at `engine_read_at_s`."""
         self.engine_read_at_s = 0.0
+
+    @property
+    def samples(self) -> tuple[int, int]:
+        """See `learned_models.MeasuredInstance`."""
+        return self.record.samples
+
+    @property
+    def prefill_model(self) -> PrefillModel:
+        """See `learned_models.MeasuredInstance`."""
+        return self.record.prefill_model
+
+    @property
+    def decode_model(self) -> DecodeModel:
+        """See `learned_models.MeasuredInstance`."""
+        return self.record.decode_model
 
     def probe(self, now_s: float) -> None:
         """Read the engine's counts and its inter-token latency of the last interval, and learn from it."""
@@ -69,10 +86,13 @@ class RoutedInstance:
         if itl_s and before and now:
             record.learn_decode(tokens=(before + now) // 2, itl_s=itl_s)
 
-    def report(self, now_s: float, *, waiting_s: float, decode_is_full: bool) -> InstanceState:
+    def report(
+        self, now_s: float, *, waiting_s: float, decode_is_full: bool, suits_prefill: float | None
+    ) -> InstanceState:
         """Return what the router reports of this instance at its state port.
 
-        `waiting_s`: its share of the prefill work in the waiting room, in seconds.
+        `waiting_s`: its share of the prefill work in the waiting room, in seconds. `suits_prefill`: that of
+        its pool.
         """
         record, ledger = self.record, self.record.ledger
         return InstanceState(
@@ -95,7 +115,7 @@ class RoutedInstance:
             kv_capacity_tokens=record.kv_capacity_tokens,
             itl_intercept_s=record.decode_model.intercept,
             itl_slope_s=record.decode_model.slope,
-            prompt_1k_s=record.prefill_model.ttft_s(1000),
+            suits_prefill=suits_prefill,
             on_cpu=record.on_cpu,
         )
 

@@ -23,6 +23,7 @@ from fulcrum_router.policy.intervals import CANARY_IDLE_S, PROBE_INTERVAL_S
 from fulcrum_router.policy.journey import JourneyContext
 from fulcrum_router.policy.ledger import DecodeEntry
 from fulcrum_router.policy.newest_flip_requests import NewestFlipRequests
+from fulcrum_router.policy.predictions.learned_models import collect_models, compute_suitability
 from fulcrum_router.policy.predictions.learning import LearningInstance
 from fulcrum_router.policy.prefix_index import NO_PREFIX
 from fulcrum_router.policy.tiers.admission import TierAdmission
@@ -43,8 +44,8 @@ from fulcrum_simulator.fleet.routed_instance import RoutedFleet, RoutedInstance
 from fulcrum_simulator.fleet.timeline import Sample, take_sample
 from fulcrum_simulator.routing import (
     Outcome,
-    PairDispatch,
-    PairedRequests,
+    RouteDispatch,
+    RoutedRequests,
     SimulatedJourneys,
     SimulatedLeg,
     SimulatedRequest,
@@ -118,14 +119,14 @@ class SimulatedRouter:
             self._context.admission.limit_waits(priorities, ttft_s=slo.ttft_s)
         self._context.admission.mode, self._context.admission.tiers = admission, tiers
         self._journeys = SimulatedJourneys(self._context, self)
-        self._paired: PairedRequests | None = None
+        self._routed: RoutedRequests | None = None
         if flips is not None:
             self._context.flip_rules = FlipProposalRules(enabled=True, max_decode_load=flips.max_decode_load)
             self._context.flip_waits.enabled = True
 
-    def pair_requests(self, dispatch: PairDispatch) -> None:
+    def choose_routes_by(self, dispatch: RouteDispatch) -> None:
         """Have `dispatch` choose both instances of each request, in place of the shipped journey."""
-        self._paired = PairedRequests(dispatch, self)
+        self._routed = RoutedRequests(dispatch, self)
 
     def run_canaries(self) -> None:
         """Have the pairs that are due connected, now and every `CANARY_INTERVAL_S`; it takes no time."""
@@ -218,6 +219,8 @@ class SimulatedRouter:
         """Return the state that the autoscaler reads."""
         self.advance()
         request, now_s = self.flip_requests.last, self.events.now_s
+        models = collect_models(self.fleet.instances, {})
+        suits_prefill = {pool: compute_suitability(found) for pool, found in models.items()}
         return RouterState(
             service="simulated",
             generation=self.generation,
@@ -228,6 +231,7 @@ class SimulatedRouter:
                     now_s,
                     waiting_s=self._context.waiting_share_s(routed.record),
                     decode_is_full=self._context.waiting_room.waits_for_decode,
+                    suits_prefill=suits_prefill.get(routed.pool),
                 )
                 for routed in self.fleet.instances
             ),
@@ -274,8 +278,8 @@ class SimulatedRouter:
             record.retry_after_s = retry_after_s
 
         self.advance()
-        if self._paired is not None:
-            self._paired.start(request, self.slo, on_token=take_token, on_end=end)
+        if self._routed is not None:
+            self._routed.start(request, self.slo, on_token=take_token, on_end=end)
         else:
             self._journeys.start(request, self.slo, on_token=take_token, on_end=end, on_refused=take_refusal)
 

@@ -128,7 +128,12 @@ class _Simulation:
         self._spec = options.service or default
         self._instances = self._build_instances()
         self._router = self._build_router()
-        self._autoscaler = self._build_autoscaler()
+        self._autoscaler: SimulatedAutoscaler | SplitController | Xllm | None = self._build_autoscaler()
+        published = self._build_published_dispatch()
+        if published is not None:
+            self._router.choose_routes_by(published)
+        if isinstance(published, Xllm):
+            self._autoscaler = published  # it flips, too
 
     def run(self) -> RunResult:
         events = self._events
@@ -193,6 +198,7 @@ class _Simulation:
                 _distort(profile.step_model.prefill_model(profile.token_budget), error, rng),
                 _distort(profile.step_model.decode_model(TYPICAL_REQUEST_TOKENS), error, rng),
                 on_cpu=number >= options.instances,
+                pool=profile.name if options.other_profiles else "",
             )
 
         routed_instances = [build_routed(number, instance) for number, instance in enumerate(self._instances)]
@@ -256,15 +262,13 @@ class _Simulation:
             deflects=self._options.policy.deflects,
         )
 
-    def _build_autoscaler(self) -> SimulatedAutoscaler | SplitController | Xllm | None:
+    def _build_published_dispatch(self) -> RoundRobin | Xllm | None:
+        if self._options.policy.name is PolicyName.ROUND_ROBIN:
+            return RoundRobin(self._router.fleet)
+        return Xllm(self._router.fleet) if self._options.policy.name is PolicyName.XLLM else None
+
+    def _build_autoscaler(self) -> SimulatedAutoscaler | SplitController | None:
         options, fleet = self._options, self._router.fleet
-        if options.policy.name is PolicyName.ROUND_ROBIN:
-            self._router.pair_requests(RoundRobin(fleet))
-            return None
-        if options.policy.name is PolicyName.XLLM:
-            dispatch = Xllm(fleet)
-            self._router.pair_requests(dispatch)
-            return dispatch
         if options.policy.name not in FLIPPING | PLANNED:
             return None
         roles = {

@@ -23,7 +23,8 @@ IDLE_TIMEOUT_S = 120.0
 """Longest silence of an engine within a response."""
 _BODY_BYTES_MAX = 64 << 20
 KEEP_ALIVE_S = 2.0
-"""Longest use of an idle connection, in seconds. vLLM closes one after 5: a request sent then would fail."""
+"""A connection that was idle for so many seconds is not used again. vLLM closes it after 5: a request that
+is sent at that moment would fail."""
 _EVENT_BYTES_MAX = 1 << 20
 _MESSAGE_LENGTH_MAX = 200
 _CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)

@@ -215,7 +215,7 @@ def _mean_step(tokens_s: Sequence[float], start_s: float, end_s: float) -> tuple
 
 
 def _compute_delay(runs: Sequence[TokenTimes], joining: Sequence[TokenTimes]) -> float:
-    """Return how much longer the steps took in which a joining prompt was computed, by prompt."""
+    """Return by how much each joining prompt delayed the batch, in the mean."""
     tokens_s, sent_s, end_s = runs[0].tokens_s, joining[0].sent_s, joining[-1].tokens_s[0]
     first, last = bisect_right(tokens_s, sent_s) - 1, bisect_left(tokens_s, end_s)
     if last >= len(tokens_s):

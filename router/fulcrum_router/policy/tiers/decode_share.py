@@ -93,12 +93,10 @@ class DecodeShare:
         The tokens in use are taken as those that will be in use, wherever they are now: also answers on
         `others`, instances that have flipped to prefill.
         """
-        limits = [self._find_limit(instance) for instance in decode]
-        if math.inf in limits:
-            return True  # nothing is to be protected
+        limits = sorted(map(self._find_limit, decode))
         ledgers = [instance.ledger for instance in chain(decode, others)]
         in_use = sum(ledger.decode_tokens + ledger.reserved_tokens for ledger in ledgers)
-        return in_use <= math.fsum(limits) - max(limits, default=0.0)
+        return in_use <= math.fsum(limits[:-1])
 
     def _find_limit(self, instance: InstanceRecord) -> float:
         """Tokens up to which lower tiers may use the instance."""

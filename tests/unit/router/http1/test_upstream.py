@@ -91,18 +91,34 @@ def test_an_engine_works_while_its_streams_go_on(idle_timeout_s: float, counts: 
     assert connection._pool.last_streamed_s == (100.0 if counts else 0.0)
 
 
-def test_what_lay_in_a_buffer_while_the_client_was_slow_does_not_show_that_the_engine_works() -> None:
+@pytest.mark.parametrize("is_checked_before_data", [False, True])
+def test_what_lay_in_a_buffer_while_the_client_was_slow_does_not_show_that_the_engine_works(
+    *, is_checked_before_data: bool
+) -> None:
     connection = receive(STREAM)
     connection.pause()
     connection.enforce_timeouts(100.0)
     connection.enforce_timeouts(100.1)
     connection.resume()
+    if is_checked_before_data:
+        connection.enforce_timeouts(100.15)
     connection.data_received(b"y")
     connection.enforce_timeouts(100.2)
     assert connection._pool.last_streamed_s == 0.0
     connection.data_received(b"z")
     connection.enforce_timeouts(100.3)
     assert connection._pool.last_streamed_s == 100.3
+
+
+def test_the_end_of_a_response_shows_that_the_engine_works_unless_it_lay_in_a_buffer() -> None:
+    for is_paused in (True, False):
+        connection = receive(STREAM)
+        if is_paused:
+            connection.pause()
+            connection.resume()
+        connection.data_received(b"12345678")
+        assert connection._pool.idle_count == 1
+        assert (connection._pool.last_streamed_s == 0.0) is is_paused
 
 
 def test_thousands_of_connections_are_lost_at_once_without_a_search_for_each() -> None:

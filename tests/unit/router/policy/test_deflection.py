@@ -72,7 +72,6 @@ def test_the_instance_that_catches_up_first_gets_the_prompt(
 @pytest.mark.parametrize(
     ("tokens", "made"),
     [
-        pytest.param(int(1_000 * STALL_MAX * SLO.tpot_s), decode_instance(), id="a stall that is too long"),
         pytest.param(TOKENS, decode_instance(decoding=3_000), id="no time to spare"),
         pytest.param(TOKENS, decode_instance(reserved=3_000), id="prompts on their way leave none"),
         pytest.param(TOKENS, decode_instance(decoding=850, capacity=1_000), id="no room in the KV cache"),
@@ -86,6 +85,15 @@ def test_the_instance_that_catches_up_first_gets_the_prompt(
 )
 def test_an_instance_that_cannot_spare_the_time_gets_no_prompt(tokens: int, made: InstanceRecord) -> None:
     assert choose_deflection([made], work(tokens), now_s=0.0, by_s=1.0, output_tokens=OUTPUT) is None
+
+
+@pytest.mark.parametrize(("seconds_less", "found"), [(0.01, True), (-0.01, False)])
+def test_a_stall_has_a_longest_time_however_much_the_answers_bear(
+    *, seconds_less: float, found: bool
+) -> None:
+    tokens = int(1_000 * (STALL_MAX * SLO.tpot_s / MIXED_FACTOR - seconds_less))
+    chosen = choose_deflection([decode_instance()], work(tokens), now_s=0.0, by_s=10.0, output_tokens=5_000.0)
+    assert (chosen is not None) is found
 
 
 @pytest.mark.parametrize(("output_tokens", "found"), [(16.0, True), (15.0, False)])

@@ -10,6 +10,7 @@ from fulcrum_router.policy.predictions.learned_models import (
     MIN_SAMPLES,
     PoolModels,
     collect_models,
+    compute_suitability,
     have_changed,
     parse_models,
     render_models,
@@ -26,6 +27,22 @@ class Measured:
     prefill_model: PrefillModel = PREFILL
     decode_model: DecodeModel = DECODE
     samples: tuple[int, int] = (MIN_SAMPLES, 0)
+
+
+@pytest.mark.parametrize(
+    ("models", "suits_prefill"),
+    [
+        pytest.param(PoolModels(PREFILL, DECODE), 0.021 / 0.111, id="a step of 21 ms, a prompt of 111 ms"),
+        pytest.param(PoolModels(PREFILL, None), None, id="no step was measured"),
+        pytest.param(PoolModels(None, DECODE), None, id="no prompt was measured"),
+        pytest.param(PoolModels(PrefillModel(0.0, 0.0, 0.0), DECODE), None, id="prompts that take no time"),
+    ],
+)
+def test_a_pool_suits_prefill_by_the_time_of_a_step_over_that_of_a_prompt(
+    models: PoolModels, suits_prefill: float | None
+) -> None:
+    found = compute_suitability(models)
+    assert found == (None if suits_prefill is None else pytest.approx(suits_prefill))
 
 
 def test_the_models_of_a_pool_are_the_mean_of_its_measured_instances() -> None:

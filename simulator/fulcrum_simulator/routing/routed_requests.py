@@ -1,4 +1,4 @@
-"""Requests whose two instances are chosen together on arrival, as published systems do it: for comparisons.
+"""Requests whose route is chosen on arrival, both instances together, as published systems do it.
 
 Nothing of the shipped journey is used: a request waits in the engines only, and ends when one of its engines
 fails. The prefill instance computes the prompt and the decode instance reads its KV.
@@ -10,7 +10,7 @@ from typing import Protocol
 
 from fulcrum_core.values import Slo
 from fulcrum_router.policy.faults.failures import Failure
-from fulcrum_router.policy.ledger import DecodeEntry, PrefillEntry
+from fulcrum_router.policy.ledger import DecodeEntry, PrefillEntry, Reservation
 from fulcrum_router.policy.predictions.learning import LearningInstance
 from fulcrum_simulator.engine import (
     EngineRequest,
@@ -24,7 +24,7 @@ from fulcrum_simulator.engine import (
 from fulcrum_simulator.routing.journeys import LegOwner, Outcome, RoutingPort, SimulatedLeg, SimulatedRequest
 
 
-class PairDispatch(Protocol):
+class RouteDispatch(Protocol):
     """Chooses the two instances of a request."""
 
     def choose(
@@ -32,14 +32,14 @@ class PairDispatch(Protocol):
     ) -> tuple[LearningInstance, LearningInstance] | None:
         """Choose the instances that compute the prompt and decode; None: a role has no serving instance."""
 
-    def decode_ended(self, instance: LearningInstance, now_s: float, /) -> None:
-        """A decode leg of the instance has ended, and is out of its ledger."""
+    def request_ended(self, decode: LearningInstance, now_s: float, /) -> None:
+        """A request whose decode instance this is has ended, and is out of the ledgers."""
 
 
-class PairedRequests:
+class RoutedRequests:
     """Starts the requests; in place of `SimulatedJourneys`."""
 
-    def __init__(self, dispatch: PairDispatch, port: RoutingPort[LearningInstance]) -> None:
+    def __init__(self, dispatch: RouteDispatch, port: RoutingPort[LearningInstance]) -> None:
         self.dispatch, self.port = dispatch, port
 
     def start(
@@ -51,14 +51,14 @@ class PairedRequests:
         on_end: Callable[[Outcome], None],
     ) -> None:
         """Serve a request that arrives now; `on_end` is called once, at once or later."""
-        pair = self.dispatch.choose(request.prompt_tokens, slo, self.port.now_s())
-        if pair is None:
+        route = self.dispatch.choose(request.prompt_tokens, slo, self.port.now_s())
+        if route is None:
             on_end(Outcome.FAILED)
         else:
-            _PairedRun(self, request, pair, on_token, on_end).send_prefill()
+            _RoutedRun(self, request, route, on_token, on_end).send_prefill()
 
 
-class _PairedRun(LegOwner):
+class _RoutedRun(LegOwner):
     """One request in progress."""
 
     __slots__ = (
@@ -66,23 +66,26 @@ class _PairedRun(LegOwner):
         "_decode_entry",
         "_on_end",
         "_on_token",
-        "_paired",
         "_prefill",
         "_prefill_entry",
         "_request",
+        "_requests",
+        "_reservation",
     )
 
     def __init__(
         self,
-        paired: PairedRequests,
+        requests: RoutedRequests,
         request: SimulatedRequest,
-        pair: tuple[LearningInstance, LearningInstance],
+        route: tuple[LearningInstance, LearningInstance],
         on_token: Callable[[OutputToken], None],
         on_end: Callable[[Outcome], None],
     ) -> None:
-        self._paired, self._request, self._on_token, self._on_end = paired, request, on_token, on_end
-        self._prefill, self._decode = pair
+        self._requests, self._request, self._on_token, self._on_end = requests, request, on_token, on_end
+        self._prefill, self._decode = route
         self._prefill_entry: PrefillEntry | None = None
+        self._reservation: Reservation | None = None
+        """Counts the prompt as decode work until its decode leg is sent."""
         self._decode_entry: DecodeEntry | None = None
 
     def find_decode_entry(self) -> DecodeEntry | None:
@@ -93,16 +96,18 @@ class _PairedRun(LegOwner):
         """Send the prefill leg."""
         tokens, instance = self._request.prompt_tokens, self._prefill
         predicted_s = instance.prefill_model.ttft_s(tokens)
-        now_s = self._paired.port.now_s()
+        now_s = self._requests.port.now_s()
+        self._reservation = self._decode.ledger.reserve(tokens=tokens)
         self._prefill_entry = instance.ledger.add_prefill(tokens=tokens, predicted_s=predicted_s, now_s=now_s)
         self._send(KvExportRequest(), is_prefill=True)
 
     def _send_decode(self, transfer: KvTransfer) -> None:
+        self._release_reservation()
         self._decode_entry = self._decode.ledger.add_decode(tokens=self._request.prompt_tokens)
         self._send(transfer, is_prefill=False)
 
     def _send(self, transfer: KvTransfer, *, is_prefill: bool) -> None:
-        request, port = self._request, self._paired.port
+        request, port = self._request, self._requests.port
         sent = EngineRequest(
             id=f"{request.id}-{'prefill' if is_prefill else 'decode'}",
             arrival_s=port.now_s(),
@@ -118,7 +123,7 @@ class _PairedRun(LegOwner):
 
     def on_token(self, leg: SimulatedLeg, token: OutputToken) -> None:
         """See `LegOwner`. If the lease on the KV had expired, the decode instance computes the prompt."""
-        port, entry = self._paired.port, self._decode_entry
+        port, entry = self._requests.port, self._decode_entry
         leg.last_token_s = port.now_s()
         if leg.is_prefill or entry is None:
             return
@@ -133,7 +138,7 @@ class _PairedRun(LegOwner):
 
     def on_end(self, leg: SimulatedLeg, end: Finished) -> None:
         """See `LegOwner`."""
-        port, now_s = self._paired.port, self._paired.port.now_s()
+        port, now_s = self._requests.port, self._requests.port.now_s()
         if leg.is_prefill and end.export is not None:
             port.record_leg(leg, self._prefill, None)
             computed_for_s = self._release_prefill(now_s)
@@ -149,7 +154,7 @@ class _PairedRun(LegOwner):
 
     def on_failure(self, leg: SimulatedLeg, failure: Failure) -> None:
         """See `LegOwner`."""
-        self._paired.port.record_leg(leg, self._prefill if leg.is_prefill else self._decode, failure)
+        self._requests.port.record_leg(leg, self._prefill if leg.is_prefill else self._decode, failure)
         entry = self._decode_entry
         self._end(Outcome.BROKEN if entry is not None and entry.output_tokens else Outcome.FAILED)
 
@@ -157,10 +162,16 @@ class _PairedRun(LegOwner):
         entry, self._prefill_entry = self._prefill_entry, None
         return None if entry is None else entry.release(now_s)
 
+    def _release_reservation(self) -> None:
+        reservation, self._reservation = self._reservation, None
+        if reservation is not None:
+            reservation.release()
+
     def _end(self, outcome: Outcome) -> None:
-        now_s = self._paired.port.now_s()
+        now_s = self._requests.port.now_s()
         self._release_prefill(now_s)
+        self._release_reservation()
         if self._decode_entry is not None:
             self._decode_entry.release()
-            self._paired.dispatch.decode_ended(self._decode, now_s)
+        self._requests.dispatch.request_ended(self._decode, now_s)
         self._on_end(outcome)
