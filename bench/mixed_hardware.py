@@ -35,6 +35,7 @@ def build_profile(profile: EngineProfile, device: str) -> EngineProfile:
     arithmetic, memory = DEVICES[device]
     return profile.model_copy(
         update={
+            "name": f"{profile.name}-{device.lower()}",
             "b": profile.b / arithmetic,
             "c": profile.c / arithmetic,
             "t0": profile.t0 / memory,

@@ -230,7 +230,8 @@ class RunOptions:
             shipped policies flip only in mode Auto. All else, such as the name of the policy, the objectives,
             dispatch mode, deflection and admission, comes from the other attributes.
         prefix_caches: Whether engines keep computed prompts for those that begin alike.
-        other_profiles: Profiles of single instances by number, where their hardware is another one.
+        other_profiles: Profiles of single instances by number, where their hardware is another one. Instances
+            whose profiles have the same name are a pool.
         cpu_instances: Instances on CPUs besides, with the role Prefill (`policy.overflow`).
         cpu_slowness: How many times as long their steps take as those of the profile.
         unsheddable_tiers: Tiers whose requests admission never refuses.
