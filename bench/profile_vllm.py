@@ -50,7 +50,7 @@ from tests.engines.services import MODEL, RunningService, VllmService, build_man
 DIFFERENCE_MAX = 0.10
 ENGINE_SHARE, REPEATS = 0.45, 5
 """Share of one processor that an engine has; both have the same one, in turns."""
-PERIOD_US = 2_000
+PERIOD_US = 4_000
 """Shorter than an engine step, so that each step has the same share."""
 LAYERS, TOKEN_BUDGET, BATCH_MAX = 24, 1024, 32
 ENGINE_ARGS = (
