@@ -53,7 +53,7 @@ def choose_victim(
     The source role must have more than one serving instance before the flip and keep its floor after it. The
     cost of a prefill instance is (has no decode work, queued prefill seconds), that of a decode instance (has
     no prefill work, resident tokens). So an instance that still works for the other role goes first, then the
-    one with the least work. Instances that suit the role `to` go before all others (`_find_unsuitable`).
+    one with the least work. Instances whose pool suits the role `to` much less than another one go last.
 
     `base` is the stored assignment, if `observation.assignment` already contains flips that are not written
     yet: `may_apply` then judges these flips and the new one together.
@@ -107,7 +107,7 @@ def _find_unsuitable(candidates: Sequence[InstanceState], to: Role) -> frozenset
     """Find the candidates that suit the role `to` much less than the one that suits it best.
 
     How fast an instance is does not count: if one pool takes twice as long as another for prompts and for
-    steps, it does not matter which has which role. None if a pool was not measured yet.
+    steps, it does not matter which has which role. The result is empty if a pool was not measured yet.
     """
     ratios = {state.name: state.suits_prefill for state in candidates if state.suits_prefill is not None}
     if len(ratios) < len(candidates) or not ratios:

@@ -96,7 +96,7 @@ class RoutingPort(Protocol[V_contra]):
 
 
 class LegOwner:
-    """A request in progress, which gets the events of its legs. Base class: the router has two kinds."""
+    """A request in progress, which gets the events of its legs. Base class of the two kinds of requests."""
 
     __slots__ = ()
 
