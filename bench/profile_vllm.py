@@ -5,7 +5,7 @@
 Runs a local service with one prefill and one decode engine. Each has its own share of the first processor
 (`processor_shares`, which needs root); router and load have the others. So an engine is as fast while the
 other one works as it was while it was measured: two that run at once would share caches and memory, which
-makes them up to a quarter slower, and without shares one would be faster while the other rests.
+made decode a quarter to a half slower, and without shares one would be faster while the other rests.
 `fulcrum profile` measures them and writes a profile. Then a Poisson load that keeps the prefill
 engine half busy goes through the router, and the simulator gets the same requests at the same times, this
 profile, and the time outside of steps that the command printed, which no profile has. Prints the mean error
