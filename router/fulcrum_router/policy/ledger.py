@@ -91,6 +91,12 @@ class Ledger:
         waiting_s = self.prefill_queued_s - predicted_s
         return left_s + waiting_s if waiting_s > 0.0 else left_s
 
+    @property
+    def behind_first_s(self) -> float:
+        """Predicted duration of the prefill work behind the oldest prompt, in seconds."""
+        oldest = self._oldest
+        return 0.0 if oldest is None else max(0.0, self.prefill_queued_s - oldest.predicted_s)
+
     def predict_answer_s(self, model: PrefillModel, tokens: int, now_s: float) -> float:
         """Predict the time in seconds until a prompt of `tokens` that is sent now is answered.
 

@@ -72,6 +72,27 @@ def test_the_reserve_of_a_tier_without_requests_is_lent_and_is_back_with_the_nex
 
 
 @pytest.mark.parametrize(
+    ("queued_s", "waiting", "tier", "tokens", "kept"),
+    [
+        pytest.param((2, 2, 2, 2), "", "free", LONG, (), id="one may wait: three others have none"),
+        pytest.param((2, 2, 2, 2), "p0 p1 p2", "free", LONG, ("p3",), id="the last one without"),
+        pytest.param((2, 2, 2, 0.1), "p0 p1 p2", "free", LONG, (), id="the last one is nearly idle"),
+        pytest.param((2, 2, 2, 2), "p0 p1 p2", "free", SHORT, (), id="short prompts may wait"),
+        pytest.param((2, 2, 2, 2), "p0 p1 p2", "gold", LONG, (), id="its own tier"),
+        pytest.param((2, 2, 2, 2), "p0 p1 p2 p3", "free", LONG, ("p0", "p1", "p2", "p3"), id="none without"),
+    ],
+)
+def test_no_prompt_waits_in_as_many_instances_as_lend_an_idle_reserve(
+    queued_s: tuple[float, ...], waiting: str, tier: str, tokens: int, kept: tuple[str, ...]
+) -> None:
+    reserve, instances = reserve_of(gold=0.25), four_instances(*queued_s)
+    for one in instances:
+        if one.name in waiting.split():
+            one.ledger.add_prefill(tokens=LONG, predicted_s=0.5, now_s=IDLE_S + 1.0)
+    assert reserve.list_kept(instances, tier, tokens=tokens, now_s=IDLE_S + 1.0) == kept
+
+
+@pytest.mark.parametrize(
     ("tier", "stay_s", "held", "now_s", "kept"),
     [
         pytest.param("free", 1.0, 0.0, 0.0, 0.75, id="the tiers send requests: all is kept"),
