@@ -21,14 +21,19 @@ and record what they send and what engines report (`journey.record`).
 from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import zip_longest
 from typing import NamedTuple
 
 DEFAULT_BLOCKS = 1 << 18
-"""Blocks of the index: 6 MiB with up to 64 instances, and as much as about 200 instances cache."""
+"""Blocks of the index: 6 MiB with up to 63 instances, and as much as about 200 instances cache."""
 _WAYS = 8
 """Blocks of one set: the first half is for those that were seen once."""
 _NEW_WAYS = _WAYS // 2
+_USED, _MASK = _WAYS, 2 * _WAYS
+_SET = 3 * _WAYS
+"""Numbers of one set: a key for each block, then when each was used, then who has it. So they lie in three
+lines of a processor's cache, in one page of memory."""
+_BITS = 63
+"""Instances in one number."""
 _MARKS = 64
 """Points in time that are remembered of an instance, to find what it has evicted."""
 _REMEMBERED_MASKS = 1024
@@ -110,10 +115,11 @@ class PrefixIndex:
 
     def __init__(self, blocks: int = DEFAULT_BLOCKS) -> None:
         self._last_set = blocks // _WAYS - 1
-        self._keys = array("q", bytes(8 * blocks))
-        self._used = array("Q", bytes(8 * blocks))
-        self._masks = [array("Q", bytes(8 * blocks))]
-        """For each block a bit for each instance that has it, 64 instances in an array."""
+        self._table = array("q", bytes(8 * 3 * blocks))
+        """The sets. The place of a block is that of its key; `_USED` and `_MASK` numbers after it are when it
+        was last used, and a bit for each instance that has it."""
+        self._further: list[array[int]] = []
+        """Bits of further instances, for each place in the table."""
         self._now = 1
         """Prompts that were recorded; times are counted in them."""
         self._holders: dict[str, _Holder] = {}
@@ -128,52 +134,50 @@ class PrefixIndex:
     @property
     def memory_bytes(self) -> int:
         """Memory of the blocks, in bytes."""
-        return 8 * len(self._keys) * (2 + len(self._masks))
+        return 8 * (len(self._table) + sum(map(len, self._further)))
 
     def find_hits(self, prefix: PromptPrefix) -> Hits:
         """Return the tokens of a prompt that each instance is predicted to have in its cache."""
-        find, last_set = self._keys.index, self._last_set
-        places: list[int] = []
+        table, last_set = self._table, self._last_set
+        find, places = table.index, list[int]()
         try:
             for key in prefix.hashes:
-                start = (key & last_set) * _WAYS
+                start = (key & last_set) * _SET
                 places.append(find(key, start, start + _WAYS))
         except ValueError:  # a block that nobody has
             pass
         if not places:
             return NO_HITS
-        uses, words = self._used, self._masks
-        tokens: dict[str, int] = {}
-        if len(words) == 1:
-            first = words[0]
-            masks = [first[at] for at in places]
-        else:
+        used, tokens = [table[at + _USED] for at in places], dict[str, int]()
+        masks = [table[at + _MASK] for at in places]
+        if self._further:
             masks = list(map(self._read_mask, places))
         left = masks[0]
         if masks.count(left) == len(masks):  # the usual case: the same instances have all blocks
-            self._add_tokens(tokens, prefix, left, places)
+            self._add_tokens(tokens, prefix, left, used)
         else:
             for depth, mask in enumerate(masks):
                 if left & ~mask:
-                    self._add_tokens(tokens, prefix, left & ~mask, places[:depth])
+                    self._add_tokens(tokens, prefix, left & ~mask, used[:depth])
                     left &= mask
-            self._add_tokens(tokens, prefix, left, places)
-        return Hits(tokens, [uses[at] for at in places], places)
+            self._add_tokens(tokens, prefix, left, used)
+        return Hits(tokens, used, places)
 
     def _add_tokens(
-        self, tokens: dict[str, int], prefix: PromptPrefix, mask: int, places: Sequence[int]
+        self, tokens: dict[str, int], prefix: PromptPrefix, mask: int, used: Sequence[int]
     ) -> None:
-        """Add the instances in `mask`, which have the blocks at these places."""
+        """Add the instances in `mask`, which have the blocks that were used at these times."""
         names = self._names.get(mask)
         if names is None:
             names = self._list_names(mask)
-        if self._used[places[-1]] >= self._last_horizon:
-            tokens.update(dict.fromkeys(names, prefix.count_tokens(len(places))))
+        if used[-1] >= self._last_horizon:
+            tokens.update(dict.fromkeys(names, prefix.count_tokens(len(used))))
         else:
-            self._add_present(tokens, prefix, names, places)
+            self._add_present(tokens, prefix, names, used)
 
     def _read_mask(self, at: int) -> int:
-        return sum(word[at] << 64 * number for number, word in enumerate(self._masks))
+        mask = self._table[at + _MASK]
+        return mask + sum(word[at] << _BITS * number for number, word in enumerate(self._further, 1))
 
     def _list_names(self, mask: int) -> tuple[str, ...]:
         """Return the names of the instances in a mask that report cached tokens, and remember them."""
@@ -184,13 +188,13 @@ class PrefixIndex:
         return names
 
     def _add_present(
-        self, tokens: dict[str, int], prefix: PromptPrefix, names: Sequence[str], places: Sequence[int]
+        self, tokens: dict[str, int], prefix: PromptPrefix, names: Sequence[str], used: Sequence[int]
     ) -> None:
         """Add the blocks that were used after the horizon of their instance; the first ones are newest."""
-        used = [self._used[at] for at in places]
         for name in names:
-            horizon = self._holders[name].horizon
-            depth = sum(at >= horizon for at in used)
+            horizon, depth = self._holders[name].horizon, len(used)
+            while depth and used[depth - 1] < horizon:
+                depth -= 1
             if depth:
                 tokens[name] = prefix.count_tokens(depth)
 
@@ -217,27 +221,31 @@ class PrefixIndex:
         if holder is None:
             holder = self._add_holder(name)
         self._last_horizon = max(self._last_horizon, holder.write(new_tokens, room_tokens, now))
-        keys, uses = self._keys, self._used
-        masks, bit = self._masks[holder.slot >> 6], 1 << (holder.slot & 63)
-        for at, key in zip_longest(places, prefix.hashes, fillvalue=-1):
-            if at < 0 or keys[at] != key:
+        table, word, bit = self._table, holder.slot // _BITS, 1 << holder.slot % _BITS
+        found = len(places)
+        for depth, key in enumerate(prefix.hashes):
+            at = places[depth] if depth < found else -1
+            if at < 0 or table[at] != key:
                 at = self._find_or_add(key)  # it was not found, or has moved since
-            if not at & _NEW_WAYS and uses[at]:
+            if not at & _NEW_WAYS and table[at + _USED]:
                 at = self._promote(at)
-            uses[at] = now
-            masks[at] |= bit
+            table[at + _USED] = now
+            if word:
+                self._further[word - 1][at] |= bit
+            else:
+                table[at + _MASK] |= bit
 
     def _find_or_add(self, key: int) -> int:
         """Return the place of a block; a new one takes that of the least recently used new one of its set."""
-        keys, start = self._keys, (key & self._last_set) * _WAYS
+        table, start = self._table, (key & self._last_set) * _SET
         try:
-            return keys.index(key, start, start + _WAYS)
+            return table.index(key, start, start + _WAYS)
         except ValueError:
-            used = self._used[start : start + _NEW_WAYS]
+            used = table[start + _USED : start + _USED + _NEW_WAYS]
         at = start + used.index(min(used))
-        keys[at], self._used[at] = key, 0
-        for masks in self._masks:
-            masks[at] = 0
+        table[at], table[at + _USED], table[at + _MASK] = key, 0, 0
+        for word in self._further:
+            word[at] = 0
         return at
 
     def report(self, name: str, hits: Hits, prefix: PromptPrefix, *, cached_tokens: int) -> None:
@@ -280,15 +288,17 @@ class PrefixIndex:
         holder = self._by_slot[slot] = self._holders[name] = _Holder(name, slot, self._now)
         self._last_horizon = self._now
         self._names.clear()
-        if slot >> 6 == len(self._masks):
-            self._masks.append(array("Q", bytes(8 * len(self._keys))))
+        if slot // _BITS > len(self._further):
+            self._further.append(array("q", bytes(8 * len(self._table))))
         return holder
 
     def _promote(self, at: int) -> int:
         """Move a block that is used again; it changes places with the least recently used of those."""
-        first = (at & -_WAYS) + _NEW_WAYS
-        used = self._used[first : first + _NEW_WAYS]
+        table, first = self._table, (at & -_WAYS) + _NEW_WAYS
+        used = table[first + _USED : first + _USED + _NEW_WAYS]
         to = first + used.index(min(used))
-        for column in (self._keys, self._used, *self._masks):
-            column[at], column[to] = column[to], column[at]
+        for offset in (0, _USED, _MASK):
+            table[at + offset], table[to + offset] = table[to + offset], table[at + offset]
+        for word in self._further:
+            word[at], word[to] = word[to], word[at]
         return to
