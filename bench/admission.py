@@ -1,11 +1,11 @@
-"""Admission in the simulator: shorter answers, refused requests, requests that come back.
+"""Admission: shorter answers, refused requests, requests that come back; simulated, or in real time.
 
-    python bench/admission.py degrade [--seeds 1,2,3]
+    python bench/admission.py degrade [--seeds 1,2,3] [--live]
     python bench/admission.py replay --trace FILE [--speed 6.4] [--seeds 1,2,3] [--policy NAME] [--sample 10]
-    python bench/admission.py comeback --trace FILE [--speed 6.4] [--seeds 1,2,3] [--policy NAME]
+    python bench/admission.py comeback --trace FILE [--speed 6.4] [--seeds 1,2,3] [--policy NAME] [--live]
     python bench/admission.py swing [--trace FILE] [--speed 6.4] [--seeds 1,2,3]
     python bench/admission.py scaleout [--seeds 1,2,3]
-    python bench/admission.py rate --trace FILE [--speed 6.4] [--seeds 1,2,3] [--policy NAME]
+    python bench/admission.py rate --trace FILE [--speed 6.4] [--seeds 1,2,3] [--policy NAME] [--live]
 
 `degrade`: an overload of decode, refused or with answers of 128 tokens. `replay`: refused requests of a
 trace, each admitted in a run of its own: the share of them that misses its objectives all the same.
@@ -21,25 +21,32 @@ in engines in the order of their arrival. Also the share of the offered tokens t
 them. Mode Queue lets late requests wait until others are served, so it alone has a part of the effect.
 A flood of the lowest tier: `bench/tiers.py`.
 
+With `--live` a local service with engine servers runs the same load in real time (`live_fleet`), for at most
+150 s with each seed. Refused clients come back while it runs. `rate` compares two runs of the same requests:
+without admission, where they wait in engines, at the highest rate that a simulation finds for it, and with
+admission at 1.5 times that rate.
+
 Exit code 1 if shorter answers serve less than 1.3 times as many requests, if less than 90 % of the replays
 miss, if less than 80 % of those that come back are admitted, if the loads swing with Enforce, if fewer
 requests are in time because the router knows of a scale-out, if the rate with admission is less than 1.5
-times that of requests that wait in engines, or if it costs more than 5 points of the tokens.
+times that of requests that wait in engines (live: if fewer are in time at 1.5 times the rate), or if it costs
+more than 5 points of the tokens.
 """
 
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 
+from bench.live_fleet import LiveRuns
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Slo
 from fulcrum_simulator.fleet.load import RecordedLoad, leave_out_overlong, prepare_load
 from fulcrum_simulator.fleet.options import LateStart, RunOptions, parse_policy
-from fulcrum_simulator.fleet.policy_runs import SeedRun, run_policy
+from fulcrum_simulator.fleet.policy_runs import run_policy
 from fulcrum_simulator.fleet.records import RequestResult
 from fulcrum_simulator.fleet.run import simulate
 from fulcrum_simulator.routing import Outcome
@@ -50,7 +57,7 @@ PROFILE = load_profile("l70-h100-tp4")
 SLO = Slo(ttft_s=3.0, tpot_s=0.1)
 GAIN_MIN = 1.3
 MISS_SHARE_MIN = 0.9
-OVERLOAD_S = 150.0
+OVERLOAD_S = LIVE_S = 150.0
 REPLAYED_S = 300.0
 """Part of the trace that is replayed."""
 WARM_UP_S = 30.0
@@ -65,6 +72,10 @@ LATE, START_S, SERVES_S, SCALE_OUT_S = (2, 3, 6, 7), 60.0, 120.0, 180.0
 """Instances that are not there from the beginning, and when their engines start and serve."""
 
 
+Run = Callable[[Sequence[WorkloadRequest], RunOptions], Sequence[RequestResult]]
+"""Runs a workload, simulated or in real time."""
+
+
 def main() -> int:
     """Run one measurement; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -76,10 +87,13 @@ def main() -> int:
         "--policy", default="arrow+enforce", help="of replay, comeback and rate (%(default)s)"
     )
     parser.add_argument("--sample", type=int, default=10, help="replayed requests of each seed")
+    parser.add_argument("--live", action="store_true", help="degrade, comeback and rate in real time")
     arguments = parser.parse_args()
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
+    if arguments.live:
+        return measure_live(arguments, seeds)
     if arguments.measurement == "degrade":
-        return measure_shorter_answers(seeds)
+        return measure_shorter_answers(run_simulated, seeds)
     if arguments.measurement == "scaleout":
         return measure_scale_out(seeds)
     if arguments.measurement == "swing":
@@ -91,6 +105,26 @@ def main() -> int:
     if arguments.measurement == "comeback":
         return measure_comebacks(arguments.trace, arguments.speed, seeds, arguments.policy)
     return measure_replays(arguments.trace, arguments.speed, seeds, arguments.policy, arguments.sample)
+
+
+def measure_live(arguments: argparse.Namespace, seeds: Sequence[int]) -> int:
+    """Run one measurement in real time; return the exit code."""
+    trace, speed, policy = arguments.trace, arguments.speed, arguments.policy
+    runs = LiveRuns()
+    if arguments.measurement == "degrade":
+        missed = measure_shorter_answers(runs.run, seeds)
+    elif arguments.measurement not in ("comeback", "rate") or trace is None:
+        raise SystemExit(f"error: {arguments.measurement} does not run live, or needs --trace")
+    elif arguments.measurement == "comeback":
+        missed = measure_live_comebacks(runs, trace, speed, seeds, policy)
+    else:
+        missed = measure_live_rates(runs, trace, speed, seeds, policy)
+    return missed or int(not runs.all_valid)
+
+
+def run_simulated(workload: Sequence[WorkloadRequest], options: RunOptions) -> Sequence[RequestResult]:
+    """Simulate a workload."""
+    return simulate(workload, options).records
 
 
 def make_options(policy: str, seed: int) -> RunOptions:
@@ -106,7 +140,7 @@ def make_options(policy: str, seed: int) -> RunOptions:
     )
 
 
-def measure_shorter_answers(seeds: Sequence[int]) -> int:
+def measure_shorter_answers(run: Run, seeds: Sequence[int]) -> int:
     """Print for each seed how many requests meet their objectives with and without shorter answers."""
     gains: list[float] = []
     for seed in seeds:
@@ -114,7 +148,7 @@ def measure_shorter_answers(seeds: Sequence[int]) -> int:
         workload = [request for request in requests if request.arrival_s < OVERLOAD_S]
         met: list[int] = []
         for policy in ("static:7P1D+enforce", "static:7P1D+degrade:128"):
-            records = [r for r in simulate(workload, make_options(policy, seed)).records if r.meets(SLO)]
+            records = [r for r in run(workload, make_options(policy, seed)) if r.meets(SLO)]
             met.append(len(records))
             tokens = sum(record.output_tokens for record in records)
             print(f"{policy:24} seed {seed}: {len(records)} of {len(workload)} met, {tokens:,} output tokens")
@@ -165,6 +199,51 @@ def measure_comebacks(trace: Path, speed: float, seeds: Sequence[int], policy: s
         )
     print(f"{admitted / max(1, returned):.0%} are admitted (bar: {100 * ADMITTED_SHARE_MIN:.0f} %)")
     return int(admitted < ADMITTED_SHARE_MIN * returned)
+
+
+def measure_live_comebacks(
+    runs: LiveRuns, trace: Path, speed: float, seeds: Sequence[int], policy: str
+) -> int:
+    """Let refused clients come back once while a load runs, and print how many of them are admitted."""
+    admitted = returned = 0
+    for seed, workload in prepare_trace(trace, speed, seeds):
+        part = [request for request in workload if request.arrival_s < LIVE_S]
+        live = runs.run_with_returns(part, make_options(policy, seed))
+        found = sum(not _is_refused(record) for record in live.returned)
+        admitted, returned = admitted + found, returned + len(live.returned)
+        print(f"seed {seed}: {len(live.returned)} of {len(part)} come back, {found} are admitted", flush=True)
+    print(f"{admitted / max(1, returned):.0%} are admitted (bar: {100 * ADMITTED_SHARE_MIN:.0f} %)")
+    return int(admitted < ADMITTED_SHARE_MIN * returned)
+
+
+def measure_live_rates(runs: LiveRuns, trace: Path, speed: float, seeds: Sequence[int], policy: str) -> int:
+    """Print what is in time without admission, and with it at a rate that is 1.5 times as high."""
+    recorded, _ = leave_out_overlong(load_trace(trace).requests, PROFILE)
+    load, without = RecordedLoad(trace.name, recorded, speed=speed), policy.removesuffix(ENFORCE)
+    gains, losses = [], []
+    for seed in seeds:
+        base = make_options(without + IN_ENGINES, seed)
+        (found,) = run_policy(load, base, [seed], attainment_min=ATTAINMENT_MIN, step=1.2).runs
+        assert found.factor is not None
+        figures = []
+        for name, times in ((without + IN_ENGINES, 1.0), (without + ENFORCE, RATE_GAIN_MIN)):
+            workload = load.prepare(found.factor * times, slo=SLO, seed=seed)
+            part = [request for request in workload if request.arrival_s < LIVE_S / times]
+            records = runs.run(part, make_options(name, seed))
+            share = sum(record.meets(SLO) for record in records) / len(records)
+            figures.append((share, find_token_share(records)))
+            print(
+                f"{name} seed {seed}: {times * found.rate_rps:.2f} requests/s, {share:.1%} in time, "
+                f"{figures[-1][1]:.1%} of the tokens",
+                flush=True,
+            )
+        gains.append(figures[1][0] - figures[0][0])
+        losses.append(figures[0][1] - figures[1][1])
+    print(
+        f"at {RATE_GAIN_MIN} times the rate {100 * median(gains):+.1f} points are in time with admission "
+        f"(bar: 0), {100 * median(losses):.1f} points of the tokens less (bar: {100 * TOKEN_LOSS_MAX:.0f})"
+    )
+    return int(median(gains) < 0.0 or median(losses) > TOKEN_LOSS_MAX)
 
 
 def measure_swing(trace: Path | None, speed: float, seeds: Sequence[int]) -> int:
@@ -226,7 +305,7 @@ def measure_rates(trace: Path, speed: float, seeds: Sequence[int], policy: str) 
     without = policy.removesuffix(ENFORCE)
     for name in (without + IN_ENGINES, without, without + ENFORCE):
         runs = run_policy(load, make_options(name, 0), seeds, attainment_min=ATTAINMENT_MIN, step=1.2).runs
-        found.append([(run.rate_rps, find_token_share(run)) for run in runs])
+        found.append([(run.rate_rps, find_token_share(run.result.scored)) for run in runs])
         for seed, (rate_rps, share) in zip(seeds, found[-1], strict=True):
             print(f"{name} seed {seed}: {rate_rps:.2f} requests/s, {share:.1%} of the tokens", flush=True)
     in_engines, same_dispatch = (compare_rates(base, found[-1]) for base in found[:-1])
@@ -247,9 +326,8 @@ def compare_rates(
     return median(o[0] / b[0] for b, o in pairs), median(b[1] - o[1] for b, o in pairs)
 
 
-def find_token_share(run: SeedRun) -> float:
+def find_token_share(scored: Sequence[RequestResult]) -> float:
     """Tokens of the requests in time, of those of all offered requests."""
-    scored = run.result.scored
     offered = sum(record.request.input_tokens + record.request.output_tokens for record in scored)
     met = sum(r.request.input_tokens + r.output_tokens for r in scored if r.meets(SLO))
     return met / max(1, offered)

@@ -1,11 +1,12 @@
-"""Fairness in the waiting room, by simulation: tenants, weights of tiers, and the longest wait of a tier.
+"""Fairness in the waiting room: tenants, weights of tiers, and the longest wait of a tier.
 
-    python bench/fairness.py tenants [--trace FILE] [--speed 160]
-    python bench/fairness.py weights
-    python bench/fairness.py ageing
-    python bench/fairness.py reserve
+    python bench/fairness.py tenants [--trace FILE] [--speed 160] [--for 240] [--live]
+    python bench/fairness.py weights [--for 240] [--live]
+    python bench/fairness.py ageing [--for 150] [--live]
+    python bench/fairness.py reserve [--for 120] [--live]
 
-`tenants`: a trace with tenants, repeated for 4 min, or an adversarial pair: one tenant with long prompts and
+Simulated, or with `--live` in real time on a local service, whose engines are engine servers (`live_fleet`).
+`tenants`: a trace with tenants, repeated, or an adversarial pair: one tenant with long prompts and
 one with long answers; both at more than the fleet can serve. Service is weighted tokens: 1 for a prompt token
 when the prompt is sent, 2 for an output token when it appears. While two tenants wait, their services differ
 by at most the bound of the VTC paper, 2 max(longest prompt, 2 M), where M is the tokens that the KV caches of
@@ -14,21 +15,22 @@ for less than an equal share of what was served leaves the rest to the others. `
 tiers of one priority that wait, with weights 3 and 1. `ageing`: the higher two of three tiers send more than
 the fleet can serve without end: the longest wait of a request of the lowest one, against its bound.
 `reserve`: the highest of two tiers reserves half of two prefill and two decode instances, and sends nothing
-for 2 min, while the other one sends more than the fleet can serve: tokens served in that time, with and
-without the reserve. Then it sends a prompt: the time until it is sent on, against one prompt of the other
-tier, and until the other one has left the reserve of the KV caches, against `reclaimWithin`. Exit code 1 if
-a bar is missed.
+for the time that is given, while the other one sends more than the fleet can serve: tokens served in that
+time, with and without the reserve. Then it sends a prompt, and another one each time the reserve has been
+lent again: the longest time until one is computed, against one prompt of the other tier, and until the other
+tier has left the reserve of the KV caches, against `reclaimWithin`. Exit code 1 if a bar is missed.
 """
 
 import argparse
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import median
 
+from bench.live_fleet import LiveRuns
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Slo
 from fulcrum_router.policy.tiers.tier_reserve import Reserve
@@ -44,16 +46,21 @@ PREFILL = 1
 """Prefill instances: they are what binds, since the room orders prefill."""
 TRACE_DECODE = 7
 """Decode instances for a trace, whose answers are longer than its prompts."""
-REPEATED_S = 240.0
+LASTS_S = {"tenants": 240.0, "weights": 240.0, "ageing": 150.0, "reserve": 120.0}
 PROFILE = load_profile("l70-h100-tp4")
 SLO = Slo(ttft_s=3.0, tpot_s=0.1)
 WINDOW_S = 60.0
-IDLE_FOR_S, RESERVE_S, RECLAIM_S = 120.0, 160.0, 10.0
+RECLAIM_S, RETURNS, RETURNS_EACH_S = 10.0, 5, 23.17
+"""The tier is idle between two returns for so long that its reserve is lent again."""
 RESERVE_LOSS_MAX = 0.02
-RESERVE_KV_TOKENS = 60_000
+SMALL_KV_TOKENS = 60_000
 """KV cache of a decode instance: few enough that answers fill it."""
 SHORTFALL_MAX = 0.05
 PREFILL_AHEAD_S = 0.5
+
+
+Run = Callable[[Sequence[WorkloadRequest], RunOptions], list[RequestResult]]
+"""Runs a workload, simulated or in real time."""
 
 
 def main() -> int:
@@ -61,61 +68,76 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("measurement", choices=("tenants", "weights", "ageing", "reserve"))
+    parser.add_argument("measurement", choices=LASTS_S)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--speed", type=float, default=160.0, help="of the trace (%(default)s)")
+    parser.add_argument("--for", dest="lasts_s", type=float, metavar="SECONDS")
+    parser.add_argument("--live", action="store_true", help="in real time, with engine servers")
     given = parser.parse_args()
+    live, lasts_s = LiveRuns(), given.lasts_s or LASTS_S[given.measurement]
+    run = live.run if given.live else run_simulated
     if given.measurement == "weights":
-        return measure_weights()
-    if given.measurement == "ageing":
-        return measure_ageing()
-    if given.measurement == "reserve":
-        return measure_reserve()
-    if given.trace is None:
-        return measure_tenants(make_pair(), decode=1)
-    return measure_tenants(read_trace(given.trace, given.speed), decode=TRACE_DECODE)
+        missed = measure_weights(run, lasts_s)
+    elif given.measurement == "ageing":
+        missed = measure_ageing(run, lasts_s)
+    elif given.measurement == "reserve":
+        missed = measure_reserve(run, lasts_s)
+    elif given.trace is None:
+        options = make_options(kv_tokens=SMALL_KV_TOKENS)
+        missed = measure_tenants(run, make_pair(lasts_s), options)
+    else:
+        options = make_options(decode=TRACE_DECODE)
+        missed = measure_tenants(run, read_trace(given.trace, given.speed, lasts_s), options)
+    return missed or int(not live.all_valid)
 
 
-def run(
-    workload: Sequence[WorkloadRequest], *, decode: int = 1, weights: Mapping[str, int] | None = None
-) -> list[RequestResult]:
-    """Run a workload in mode Queue with a fixed split, until its last arrival."""
+def run_simulated(workload: Sequence[WorkloadRequest], options: RunOptions) -> list[RequestResult]:
+    """Simulate a workload."""
+    return list(simulate(workload, options).records)
+
+
+def make_options(
+    *, decode: int = 1, weights: Mapping[str, int] | None = None, kv_tokens: int | None = None
+) -> RunOptions:
+    """Options of a run in mode Queue with a fixed split, until the last arrival.
+
+    `kv_tokens`: KV cache of an instance, in place of that of the profile.
+    """
     instances = PREFILL + decode
-    options = RunOptions(
-        profile=PROFILE,
+    return RunOptions(
+        profile=PROFILE.model_copy(update={"kv_capacity_tokens": kv_tokens} if kv_tokens else {}),
         instances=instances,
         policy=parse_policy(f"static:{PREFILL}P{decode}D", instances=instances),
         slo=SLO,
         drain_s=0.0,
         weights=weights or {},
     )
-    return list(simulate(workload, options).records)
 
 
 # --- tenants -----------------------------------------------------------------------------------------
 
 
-def read_trace(trace: Path, speed: float) -> list[WorkloadRequest]:
-    """Read a trace with tenants, faster, and repeat it for 4 min."""
+def read_trace(trace: Path, speed: float, lasts_s: float) -> list[WorkloadRequest]:
+    """Read a trace with tenants, faster, and repeat it for `lasts_s`."""
     requests, _ = leave_out_overlong(load_trace(trace).requests, PROFILE)
     length_s = requests[-1].arrival_s / speed
     return [
         replace(request, arrival_s=round_number * length_s + request.arrival_s / speed)
-        for round_number in range(int(REPEATED_S / length_s))
+        for round_number in range(int(lasts_s / length_s))
         for request in requests
     ]
 
 
-def make_pair() -> list[WorkloadRequest]:
-    """Two tenants that send more than the fleet can serve for 4 min: long prompts, and long answers."""
-    prompts = [WorkloadRequest(n * 0.2, 8_000, 16, tenant="prompts") for n in range(1_200)]
-    answers = [WorkloadRequest(n * 0.02, 200, 400, tenant="answers") for n in range(12_000)]
+def make_pair(lasts_s: float) -> list[WorkloadRequest]:
+    """Two tenants that send more than the fleet can serve: long prompts, and long answers."""
+    prompts = [WorkloadRequest(n * 0.2, 8_000, 16, tenant="prompts") for n in range(int(lasts_s * 5))]
+    answers = [WorkloadRequest(n * 0.02, 200, 400, tenant="answers") for n in range(int(lasts_s * 50))]
     return sorted([*prompts, *answers], key=lambda request: request.arrival_s)
 
 
-def measure_tenants(workload: Sequence[WorkloadRequest], *, decode: int) -> int:
+def measure_tenants(run: Run, workload: Sequence[WorkloadRequest], options: RunOptions) -> int:
     """Print the largest difference of service, and the largest shortfall of a tenant that waits."""
-    records = run(workload, decode=decode)
+    records = run(workload, options)
     end_s = int(workload[-1].arrival_s)
     tenants = sorted({record.request.tenant or "" for record in records})
     served = {
@@ -124,7 +146,7 @@ def measure_tenants(workload: Sequence[WorkloadRequest], *, decode: int) -> int:
     waits = {
         tenant: find_waits([r for r in records if r.request.tenant == tenant], end_s) for tenant in tenants
     }
-    kv_tokens = decode * (PROFILE.kv_capacity_tokens or 0)
+    kv_tokens = options.policy.decode * options.profile.kv_capacity_tokens
     longest = max(request.input_tokens for request in workload)
     bound = 2 * max(INPUT_WEIGHT * longest, OUTPUT_WEIGHT * kv_tokens)
     most = max(
@@ -143,8 +165,11 @@ def measure_tenants(workload: Sequence[WorkloadRequest], *, decode: int) -> int:
 
 
 def count_service(records: Sequence[RequestResult], end_s: int) -> list[float]:
-    """Weighted tokens that were served until each second."""
-    changes = [0.0] * (end_s + 2)
+    """Weighted tokens that were served until each second.
+
+    Of an answer that had no end, the tokens are taken to have come as fast as those of others.
+    """
+    changes, gap_s = [0.0] * (end_s + 2), median([r.tpot_s for r in records if r.tpot_s] or [0.0])
     for record in records:
         sent_s = find_sent(record)
         if sent_s is None or sent_s > end_s:
@@ -152,9 +177,11 @@ def count_service(records: Sequence[RequestResult], end_s: int) -> list[float]:
         changes[int(sent_s) + 1] += INPUT_WEIGHT * record.request.input_tokens
         if record.first_token_s is None or record.first_token_s > end_s:
             continue
-        first, last = int(record.first_token_s), int(record.last_token_s or end_s)
+        first = int(record.first_token_s)
+        last = int(record.last_token_s or record.first_token_s + gap_s * record.request.output_tokens)
+        tokens = record.request.output_tokens if record.last_token_s is None else record.output_tokens
         for second in range(first, min(last, end_s) + 1):
-            changes[second + 1] += OUTPUT_WEIGHT * record.output_tokens / (last - first + 1)
+            changes[second + 1] += OUTPUT_WEIGHT * tokens / (last - first + 1)
     total, sums = 0.0, []
     for change in changes[: end_s + 1]:
         total += change
@@ -227,14 +254,14 @@ def find_share(others: Sequence[float], total: float, waiting: int) -> float:
 # --- tiers -------------------------------------------------------------------------------------------
 
 
-def measure_weights() -> int:
+def measure_weights(run: Run, lasts_s: float) -> int:
     """Print the shares of two tiers with weights 3 and 1; the second one has four tenants."""
     workload = [
         WorkloadRequest(n * 0.1, 4_000, 50, tenant=tenant, tier=tier)
-        for n in range(2_400)
+        for n in range(int(lasts_s * 10))
         for tier, tenant in (("heavy", "a"), ("light", f"b{n % 4}"))
     ]
-    records = run(workload, weights={"heavy": 3})
+    records = run(workload, make_options(weights={"heavy": 3}))
     end_s = int(workload[-1].arrival_s)
     heavy, light = (
         count_service([r for r in records if r.request.tier == tier], end_s)[-1]
@@ -247,13 +274,13 @@ def measure_weights() -> int:
     return int(not 2.85 <= heavy / light <= 3.15)
 
 
-def measure_ageing() -> int:
+def measure_ageing(run: Run, lasts_s: float) -> int:
     """Print the longest wait of the lowest of three tiers under endless load of the others."""
     tokens, every_s = 4_000, 8.0
     own_s = PROFILE.step_model.prefill_model(PROFILE.token_budget).ttft_s(tokens)
     flood = [
         WorkloadRequest(n * own_s / 4, tokens, 10, tenant=tier, tier=tier, priority=priority)
-        for n in range(int(600 / own_s))
+        for n in range(int(4 * lasts_s / own_s))
         for tier, priority in (("premium", 10), ("standard", 0))
     ]
     last_s = flood[-1].arrival_s
@@ -261,7 +288,7 @@ def measure_ageing() -> int:
         WorkloadRequest(n * every_s, tokens, 10, tenant="free", tier="free", priority=-10)
         for n in range(1, int(last_s / every_s))
     ]
-    records = run(sorted([*flood, *lowest], key=lambda request: request.arrival_s))
+    records = run(sorted([*flood, *lowest], key=lambda request: request.arrival_s), make_options())
     waits = [(find_sent(r) or last_s) - r.request.arrival_s for r in records if r.request.tier == "free"]
     # Its own work times the factor, a request of each other level, and what the instance has already.
     bound_s = ((AGEING_FACTOR + 2) * own_s) / PREFILL + PREFILL_AHEAD_S + own_s
@@ -271,60 +298,75 @@ def measure_ageing() -> int:
     return int(max(waits) > bound_s)
 
 
-def measure_reserve() -> int:
+def measure_reserve(run: Run, idle_s: float) -> int:
     """Print what an idle reserve costs, and how soon it is back, in prefill and in decode."""
-    profile = PROFILE.model_copy(update={"kv_capacity_tokens": RESERVE_KV_TOKENS})
-    prompt_s = profile.step_model.prefill_model(profile.token_budget).ttft_s(8_000)
+    prompt_s = PROFILE.step_model.prefill_model(PROFILE.token_budget).ttft_s(8_000)
     missed = 0
     for name, lengths in (("prompts", ((8_000, 10),)), ("answers", ((1_500, 100), (3_000, 800)))):
-        workload = make_reserve_load(lengths, every_s=prompt_s / 6)
-        served, back_s, wait_s = [], 0.0, 0.0
-        for reserve in (Reserve(), Reserve(0.5, RECLAIM_S)):
-            options = RunOptions(
-                profile=profile,
-                instances=4,
-                policy=parse_policy("static:2P2D", instances=4),
-                slo=SLO,
-                drain_s=0.0,
-                reserved={"premium": reserve},
-            )
-            records = simulate(workload, options).records
-            free = [record for record in records if record.request.tier == "free"]
-            served.append(count_service(free, int(IDLE_FOR_S))[-1])
-            back_s = find_return(free, 2 * RESERVE_KV_TOKENS * (1 - reserve.fraction)) - IDLE_FOR_S
-            first = next(record for record in records if record.request.tier == "premium")
-            wait_s = first.prefill_sent_s - first.request.arrival_s + first.prefill_queue_s
-        loss = 1 - served[1] / served[0]
+        flood = make_flood(lengths, every_s=prompt_s / 6, end_s=idle_s + RETURNS * RETURNS_EACH_S)
+        load = sorted([*flood, *make_returns(idle_s)], key=lambda request: request.arrival_s)
+        # Answers that run at `idle_s` have to end, to be counted.
+        cut = [request for request in load if request.arrival_s < idle_s + RETURNS_EACH_S]
+        plain = select(run(cut, make_reserve_options(Reserve())), "free")
+        records = run(load, make_reserve_options(Reserve(0.5, RECLAIM_S)))
+        free, owner = select(records, "free"), select(records, "premium")
+        loss = 1 - count_service(free, int(idle_s))[-1] / count_service(plain, int(idle_s))[-1]
+        backs_s = [find_return(free, 0.5 * 2 * SMALL_KV_TOKENS, one.request.arrival_s) for one in owner]
+        waits_s = [one.prefill_sent_s - one.request.arrival_s + one.prefill_queue_s for one in owner]
         print(
             f"flood of {name}: an idle reserve of 0.5 costs {loss:.1%} of the tokens served (bar: 2 %); it "
-            f"is back in prefill after {wait_s:.2f} s (bar: a prompt, {prompt_s:.2f} s) and in decode after "
-            f"{back_s:.1f} s (bar: reclaimWithin, {RECLAIM_S:g} s)",
+            f"is back in prefill after {format_times(waits_s)} s (bar: a prompt, {prompt_s:.2f} s) and in "
+            f"decode after {format_times(backs_s)} s (bar: reclaimWithin, {RECLAIM_S:g} s)",
             flush=True,
         )
-        missed += loss > RESERVE_LOSS_MAX or wait_s > prompt_s or back_s > RECLAIM_S
+        missed += loss > RESERVE_LOSS_MAX or max(waits_s) > prompt_s or max(backs_s) > RECLAIM_S
     return int(missed > 0)
 
 
-def make_reserve_load(lengths: Sequence[tuple[int, int]], *, every_s: float) -> list[WorkloadRequest]:
-    """A flood of one tier with these lengths in turn, and after 2 min a request a second of the other one."""
-    flood = [
+def select(records: Sequence[RequestResult], tier: str) -> list[RequestResult]:
+    """The requests of one tier."""
+    return [record for record in records if record.request.tier == tier]
+
+
+def format_times(times_s: Sequence[float]) -> str:
+    """The median and the longest time."""
+    return f"{median(times_s):.2f} (longest {max(times_s):.2f})"
+
+
+def make_reserve_options(reserve: Reserve) -> RunOptions:
+    """Options of a run with two prefill and two decode instances and this reserve of the highest tier."""
+    return RunOptions(
+        profile=PROFILE.model_copy(update={"kv_capacity_tokens": SMALL_KV_TOKENS}),
+        instances=4,
+        policy=parse_policy("static:2P2D", instances=4),
+        slo=SLO,
+        drain_s=0.0,
+        reserved={"premium": reserve},
+    )
+
+
+def make_flood(lengths: Sequence[tuple[int, int]], *, every_s: float, end_s: float) -> list[WorkloadRequest]:
+    """A flood of one tier with these lengths in turn."""
+    return [
         WorkloadRequest(n * every_s, *lengths[n % len(lengths)], tenant="free", tier="free")
-        for n in range(int(RESERVE_S / every_s))
+        for n in range(int(end_s / every_s))
     ]
-    owner = [
-        WorkloadRequest(IDLE_FOR_S + n, 2_000, 100, tenant="acme", tier="premium", priority=10)
-        for n in range(int(RESERVE_S - IDLE_FOR_S))
-    ]
-    return sorted([*flood, *owner], key=lambda request: request.arrival_s)
 
 
-def find_return(records: Sequence[RequestResult], tokens: float) -> float:
-    """When, in seconds, the requests have no more tokens than this in decode, once the reserve is used."""
+def make_returns(idle_s: float) -> list[WorkloadRequest]:
+    """The prompts of the highest tier, each after its reserve was lent."""
+    return [
+        WorkloadRequest(idle_s + n * RETURNS_EACH_S, 2_000, 100, tenant="acme", tier="premium", priority=10)
+        for n in range(RETURNS)
+    ]
+
+
+def find_return(records: Sequence[RequestResult], tokens: float, from_s: float) -> float:
+    """After how many seconds the requests have no more tokens than this in decode; infinite: not in time."""
     gap_s = median(record.tpot_s for record in records if record.tpot_s)
-    for tenth in range(int(10 * IDLE_FOR_S), int(10 * RESERVE_S)):
-        at_s = tenth / 10
-        if sum(count_held(record, at_s, gap_s) for record in records) <= tokens:
-            return at_s
+    for tenth in range(int(10 * 1.5 * RECLAIM_S)):
+        if sum(count_held(record, from_s + tenth / 10, gap_s) for record in records) <= tokens:
+            return tenth / 10
     return math.inf
 
 

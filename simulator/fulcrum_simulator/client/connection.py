@@ -77,6 +77,10 @@ class HttpConnection(asyncio.Protocol):
 
     # httptools' callbacks
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._exchange is not None and name.lower() == b"retry-after":
+            self._exchange.on_retry_after(value)
+
     def on_headers_complete(self) -> None:
         if self._exchange is not None and self._parser is not None:
             self._exchange.on_status(self._parser.get_status_code())

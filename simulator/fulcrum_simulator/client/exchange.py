@@ -44,6 +44,7 @@ class HttpExchange:
         self._first_token_s: float | None = None
         self._last_token_s = intended_s
         self._status = 0
+        self._retry_after_s = 0
         self._texts: list[str] = []
         self._buffer = b""
         self._usage: dict[str, Any] | None = None
@@ -57,6 +58,10 @@ class HttpExchange:
     def on_status(self, status: int) -> None:
         """Record the status code of the response."""
         self._status = status
+
+    def on_retry_after(self, value: bytes) -> None:
+        """Record the header `Retry-After`; one that is not a number of seconds is ignored."""
+        self._retry_after_s = int(value) if value.isdigit() else 0
 
     def on_body(self, data: bytes, now_s: float) -> None:
         """Read a piece of the response body, cut at any byte."""
@@ -127,8 +132,9 @@ class HttpExchange:
     def _find_difference(self) -> str:
         """Describe how the finished response differs from the expected one; empty if it does not."""
         digest, usage = self.request.digest, self._usage
+        tokens = self._find_expected_tokens()
         if digest is not None:
-            text, expected = "".join(self._texts), output_text(digest, self.request.output_tokens)
+            text, expected = "".join(self._texts), output_text(digest, tokens)
             if len(text) != len(expected):
                 return "token count differs"
             if text != expected:
@@ -136,7 +142,12 @@ class HttpExchange:
         if usage is None:
             return "" if digest is not None else "no usage"
         counted = usage.get("prompt_tokens"), usage.get("completion_tokens")
-        return "" if counted == (self.request.input_tokens, self.request.output_tokens) else "usage differs"
+        return "" if counted == (self.request.input_tokens, tokens) else "usage differs"
+
+    def _find_expected_tokens(self) -> int:
+        """Output tokens that the response must have: fewer than asked for if its usage says so (Degrade)."""
+        limit = (self._usage or {}).get("degraded_max_tokens")
+        return min(self.request.output_tokens, limit) if type(limit) is int else self.request.output_tokens
 
     def _end(self, kind: OutcomeKind, reason: str, now_s: float, *, error_reported: bool = False) -> None:
         on_end, self._on_end = self._on_end, None
@@ -159,6 +170,7 @@ class HttpExchange:
                 else (self._last_token_s - first_token_s) / (tokens - 1),
                 error_reported=error_reported,
                 reason=reason,
+                retry_after_s=self._retry_after_s,
             )
         )
 

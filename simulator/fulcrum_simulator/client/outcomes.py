@@ -32,7 +32,8 @@ class LoadOutcome:
     """The outcome of one request. Latencies count from its intended sending time.
 
     `tpot_s` = (last − first token time) / (tokens − 1); None with a single token. `error_reported`: a broken
-    stream ended with an error event. `reason` is empty if the request is ok or refused.
+    stream ended with an error event. `reason` is empty if the request is ok or refused. `retry_after_s`: what
+    a refused client was told, in seconds; 0: nothing.
     """
 
     index: int
@@ -46,6 +47,7 @@ class LoadOutcome:
     tpot_s: float | None = None
     error_reported: bool = False
     reason: str = ""
+    retry_after_s: int = 0
 
     def meets(self, slo: Slo) -> bool:
         """Whether the request is ok and met both objectives."""

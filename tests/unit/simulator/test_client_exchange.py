@@ -109,6 +109,34 @@ def test_a_single_token_has_no_tpot() -> None:
 RESPONSE = token(0) + token(1) + token(2) + usage() + DONE
 
 
+@pytest.mark.parametrize(
+    ("limit", "tokens", "kind"),
+    [
+        pytest.param(2, 2, OutcomeKind.OK, id="as many as its usage says"),
+        pytest.param(1, 2, OutcomeKind.WRONG, id="more than that"),
+        pytest.param(9, 2, OutcomeKind.WRONG, id="fewer than were asked for, below the limit"),
+        pytest.param("2", 2, OutcomeKind.WRONG, id="a limit that is no number"),
+    ],
+)
+def test_an_answer_that_admission_limited_is_ok_if_its_usage_says_so(
+    limit: object, tokens: int, kind: OutcomeKind
+) -> None:
+    counts = {"prompt_tokens": INPUT, "completion_tokens": tokens, "degraded_max_tokens": limit}
+    pieces = [*map(token, range(tokens)), event({"choices": [], "usage": counts}), DONE]
+    (outcome,) = ScriptedResponse(pieces).outcomes()
+    assert (outcome.kind, outcome.output_tokens) == (kind, tokens)
+
+
+@pytest.mark.parametrize(("value", "seconds"), [(b"7", 7), (b"soon", 0)])
+def test_a_refused_request_knows_when_it_may_come_back(value: bytes, seconds: int) -> None:
+    ends: list[LoadOutcome] = []
+    exchange = HttpExchange(make_request(), index=0, intended_s=0.0, on_end=ends.append)
+    exchange.on_status(429)
+    exchange.on_retry_after(value)
+    exchange.on_complete(1.0)
+    assert [(one.kind, one.retry_after_s) for one in ends] == [(OutcomeKind.REFUSED, seconds)]
+
+
 @pytest.mark.parametrize("size", [1, 2, 7, 64])
 def test_a_response_may_arrive_in_pieces_of_any_size(size: int) -> None:
     pieces = [RESPONSE[at : at + size] for at in range(0, len(RESPONSE), size)]
