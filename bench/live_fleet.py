@@ -1,8 +1,9 @@
 """Runs a workload in real time, as the options of a simulated run say: engine servers, router and operator.
 
-`fairness` and `admission` judge the records of both by the same lines. What a client cannot see is estimated:
-a prompt was sent at the latest when its first token came, less its prefill, KV transfer and one decode step.
-The service is that of `fulcrum up --local`, in this process; nothing else should run on the machine.
+`fairness`, `admission` and `prefix` judge the records of both by the same lines. What a client cannot see is
+estimated: a prompt was sent at the latest when its first token came, less its prefill, KV transfer and one
+decode step. The service is that of `fulcrum up --local`, in this process; nothing else should run on the
+machine.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ from fulcrum_simulator.engine.links import estimate_transfer_s
 from fulcrum_simulator.fleet.options import PolicyName, RunOptions
 from fulcrum_simulator.fleet.records import RequestResult
 from fulcrum_simulator.routing import Outcome
-from fulcrum_simulator.workload import WorkloadRequest
+from fulcrum_simulator.workload import WorkloadRequest, find_block_tokens
 
 SERVICE, NAMESPACE, MODEL = "measured", "default", "simulated"
 NO_TIER = "all"
@@ -62,7 +63,7 @@ class LiveRun:
     """p99 of how late engine steps were."""
     load_late_s: float
     """p99 of how late requests were sent."""
-    prefix_hits: Mapping[str, tuple[float, float]]
+    prefix_caches: Mapping[str, tuple[float, float]]
     """Prompt tokens that each instance looked up in its prefix cache, and those that it found there."""
 
     @property
@@ -86,7 +87,11 @@ class LiveRuns:
 
     def run(self, workload: Sequence[WorkloadRequest], options: RunOptions) -> list[RequestResult]:
         """Run a workload; return what happened to each request."""
-        return self._add(run_live(workload, options)).records
+        return self.run_whole(workload, options).records
+
+    def run_whole(self, workload: Sequence[WorkloadRequest], options: RunOptions) -> LiveRun:
+        """Run a workload."""
+        return self._add(run_live(workload, options))
 
     def run_with_returns(self, workload: Sequence[WorkloadRequest], options: RunOptions) -> LiveRun:
         """Run a workload whose refused requests are sent once more, after their `Retry-After`."""
@@ -170,7 +175,10 @@ async def _run(
     workload: Sequence[WorkloadRequest], options: RunOptions, profile: Path, *, returns: bool
 ) -> LiveRun:
     async with _start(build_objects(workload, options, profile), options) as service:
-        load, back = (_make_generator(service, options, seed) for seed in (options.seed, -options.seed))
+        block_tokens = find_block_tokens(workload) if options.prefix_caches else 0
+        load, back = (
+            _make_generator(service, options, seed, block_tokens) for seed in (options.seed, -options.seed)
+        )
         start_s = asyncio.get_running_loop().time()
         returned: list[WorkloadRequest] = []
         returning = asyncio.create_task(_send_returns(load, back, workload, returned, start_s))
@@ -191,7 +199,7 @@ async def _run(
         failed=sum(map(_has_failed, (*outcomes[0], *outcomes[1]))),
         engines_late_ms=late_ms,
         load_late_s=load.results.report().sent_late_p99_s or 0.0,
-        prefix_hits=hits,
+        prefix_caches=hits,
     )
 
 
@@ -208,12 +216,16 @@ async def _start(objects: Iterable[dict[str, Any]], options: RunOptions) -> Asyn
         yield service
 
 
-def _make_generator(service: LocalRun, options: RunOptions, seed: int) -> LoadGenerator:
+def _make_generator(service: LocalRun, options: RunOptions, seed: int, block_tokens: int) -> LoadGenerator:
     address = urlsplit(service.info.router_url)
     assert address.hostname is not None
     assert address.port is not None
     target = LoadTarget(
-        host=address.hostname, port=address.port, model=MODEL, max_connections=MAX_CONNECTIONS
+        host=address.hostname,
+        port=address.port,
+        model=MODEL,
+        block_tokens=block_tokens,
+        max_connections=MAX_CONNECTIONS,
     )
     return LoadGenerator(target, slo=options.slo, seed=seed)
 

@@ -36,6 +36,8 @@ class LoadTarget:
     """Share of the requests sent as chat, 0 to 1; the others are plain completions."""
     has_real_model: bool = False
     """Whether the text of the responses is not known: prompts are token ids, and tokens are only counted."""
+    block_tokens: int = 0
+    """Tokens of a block of the workload's `prefix_hash_ids`; 0: no two prompts begin alike."""
     max_connections: int = 1024
     """Limit of open connections; requests beyond it wait and are counted in `connection_waits`."""
 
@@ -109,7 +111,14 @@ class LoadGenerator:
         if self._target.has_real_model:
             return prepare_token_request(request, model=model, seed=seed, index=index)
         chat = self._rng.random() < self._target.chat_share
-        return prepare_request(request, model=model, seed=seed, index=index, chat=chat)
+        return prepare_request(
+            request,
+            model=model,
+            seed=seed,
+            index=index,
+            chat=chat,
+            block_tokens=self._target.block_tokens,
+        )
 
     def _assign_connection(self, exchange: HttpExchange) -> None:
         """Send the exchange on a free connection, else on a new one, else queue it for one."""

@@ -1,11 +1,14 @@
 """Writes the HTTP requests of a workload: prompts of exact length, unique for each seed and index.
 
-Prompts differ from their first byte on, so that prefix caches save no work. They consist of letters and
-digits, so that they need no escaping and their length in bytes is their length in the JSON body. For a real
-model, which has a tokeniser of its own, they are token ids. `generator` calls it when a request is due.
+Prompts differ from their first byte on, so that prefix caches save no work; those of a workload with block
+ids begin alike as far as their first ids are the same, if the sender knows how long a block is. They consist
+of letters and digits, so that they need no escaping and their length in bytes is their length in the JSON
+body. For a real model, which has a tokeniser of its own, they are token ids. `generator` calls it when a
+request is due.
 """
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import orjson
@@ -36,16 +39,20 @@ class PreparedRequest:
 
 
 def prepare_request(
-    request: WorkloadRequest, *, model: str, seed: int, index: int, chat: bool = False
+    request: WorkloadRequest, *, model: str, seed: int, index: int, chat: bool = False, block_tokens: int = 0
 ) -> PreparedRequest:
     """Write the `index`-th request of the run with this seed: 4 bytes of prompt for each input token.
 
     A prompt shorter than the chat template itself is sent as a plain completion. A request of a tier names
-    its tier and tenant in headers.
+    its tier and tenant in headers. `block_tokens`: tokens of a block of `prefix_hash_ids`; 0: these are
+    ignored, and the prompt begins as no other.
     """
     chat = chat and request.input_tokens >= CHAT_TOKENS_MIN
     size = request.input_tokens * BYTES_PER_TOKEN - (_CHAT_FRAME_BYTES if chat else 0)
-    text = _unique_text(seed, index, size)
+    if block_tokens and request.prefix_hash_ids:
+        text = _write_blocks(seed, request.prefix_hash_ids, block_tokens * BYTES_PER_TOKEN)[:size]
+    else:
+        text = _write_text(f"{seed}/{index}", size)
     prompt = render_chat([{"role": "user", "content": text}]) if chat else text.encode()
     prompt_field = f'"messages":[{{"role":"user","content":"{text}"}}]' if chat else f'"prompt":"{text}"'
     streaming = '"stream":true,"stream_options":{"include_usage":true}'
@@ -97,6 +104,12 @@ def _write_caller_lines(request: WorkloadRequest) -> str:
     return f"x-customer-tier: {request.tier}\r\n{tenant}"
 
 
-def _unique_text(seed: int, index: int, size: int) -> str:
-    pattern = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=32).hexdigest()
+def _write_blocks(seed: int, ids: Iterable[int], size: int) -> str:
+    """Text of blocks with these ids, each of `size` bytes."""
+    return "".join(_write_text(f"{seed}/block {number}", size) for number in ids)
+
+
+def _write_text(name: str, size: int) -> str:
+    """Text of `size` bytes that only this name has."""
+    pattern = hashlib.blake2b(name.encode(), digest_size=32).hexdigest()
     return (pattern * (size // len(pattern) + 1))[:size]

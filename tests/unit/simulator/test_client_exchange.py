@@ -24,7 +24,7 @@ from fulcrum_simulator.client.prompts import (
     prepare_token_request,
 )
 from fulcrum_simulator.percentile import percentile
-from fulcrum_simulator.text import count_tokens, output_token, prompt_digest, render_chat
+from fulcrum_simulator.text import BYTES_PER_TOKEN, count_tokens, output_token, prompt_digest, render_chat
 from fulcrum_simulator.workload import WorkloadRequest
 
 INPUT, OUTPUT = 30, 3
@@ -107,6 +107,27 @@ def test_a_single_token_has_no_tpot() -> None:
 
 
 RESPONSE = token(0) + token(1) + token(2) + usage() + DONE
+
+
+def test_prompts_begin_alike_as_far_as_their_block_ids_do() -> None:
+    requests = [
+        WorkloadRequest(0.0, tokens, OUTPUT, prefix_hash_ids=ids)
+        for tokens, ids in ((40, (1, 2, 3)), (40, (1, 2, 4)), (20, (1, 2)))
+    ]
+
+    def write(**block: int) -> list[str]:
+        made = (prepare_request(one, model="m", seed=1, index=n, **block) for n, one in enumerate(requests))
+        return [json.loads(one.body)["prompt"] for one in made]
+
+    def count_common(first: str, second: str) -> int:
+        pairs = enumerate(zip(first, second, strict=False))
+        return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second))) // BYTES_PER_TOKEN
+
+    one, other, short = write(block_tokens=16)
+    assert [len(text) // BYTES_PER_TOKEN for text in (one, other, short)] == [40, 40, 20]
+    assert (count_common(one, other), count_common(one, short)) == (32, 20)
+    one, other, _ = write()
+    assert count_common(one, other) == 0
 
 
 @pytest.mark.parametrize(
