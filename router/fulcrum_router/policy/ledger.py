@@ -92,7 +92,7 @@ class Ledger:
         return left_s + waiting_s if waiting_s > 0.0 else left_s
 
     @property
-    def behind_first_s(self) -> float:
+    def behind_oldest_s(self) -> float:
         """Predicted duration of the prefill work behind the oldest prompt, in seconds."""
         oldest = self._oldest
         return 0.0 if oldest is None else max(0.0, self.prefill_queued_s - oldest.predicted_s)

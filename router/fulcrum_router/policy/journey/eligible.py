@@ -35,7 +35,7 @@ class EligibleInstances(JourneyRecord[V]):
     def _list_eligible(self, now_s: float, exclude: tuple[str, ...]) -> tuple[list[V], tuple[str, ...]]:
         """The instances that may compute the prompt, and the names of those that get no more now.
 
-        These have enough work, or a prompt of a lower tier would queue in them.
+        These have enough work, or a prompt would queue in them that must not (`_find_crowded`).
 
         Without a prefill instance those are the decode instances: what waits must not reach them at once. So
         they are for a request without a prefill leg.
@@ -58,10 +58,31 @@ class EligibleInstances(JourneyRecord[V]):
         ]
         if full and self.work.cached_tokens:
             full = [name for name in full if not self._saves_the_wait(name, now_s)]
-        if not self._is_due and context.decode_share.is_used_by_higher(self.work.priority, now_s):
-            known = frozenset(full)
-            full += [i.name for i in eligible if i.name not in known and self._would_delay_higher(i)]
+        if not self._is_due:
+            crowded = self._find_crowded(now_s, eligible).difference(full)
+            full += [i.name for i in eligible if i.name in crowded]
         return eligible, tuple(full)
+
+    def _find_crowded(self, now_s: float, eligible: list[V]) -> set[str]:
+        """The names of the instances in which the prompt may not queue, for the sake of other tiers."""
+        context, work = self._context, self.work
+        crowded: set[str] = set()
+        if context.decode_share.is_used_by_higher(work.priority, now_s):
+            crowded.update(i.name for i in eligible if self._would_delay_higher(i))
+        if not context.tier_reserve.is_empty and self._no_prefill_leg is None:
+            usable, tokens = self._list_usable(now_s), work.prompt_tokens
+            crowded.update(context.tier_reserve.list_lent(usable, work.tier, tokens=tokens, now_s=now_s))
+        return crowded
+
+    def _list_usable(self, now_s: float) -> list[V]:
+        """The prefill instances that get prompts: a reserve on any other one would be none."""
+        context = self._context
+        broken, shed_until_s = context.pairs.broken_prefill_instances, context.shed_until_s
+        return [
+            i
+            for i in context.fleet.candidates.prefill
+            if i.name not in broken and shed_until_s.get(i.name, now_s) <= now_s
+        ]
 
     def _would_delay_higher(self, instance: V) -> bool:
         """Whether this prompt of a lower tier would queue in the engine behind another prompt.
@@ -93,8 +114,8 @@ class EligibleInstances(JourneyRecord[V]):
         work, reserve = self.work, self._context.tier_reserve
         if reserve.is_empty:
             return ()
-        prefill = self._context.fleet.candidates.prefill
-        kept = reserve.list_kept(prefill, work.tier, tokens=work.prompt_tokens, now_s=now_s)
+        usable = self._list_usable(now_s)
+        kept = reserve.list_kept(usable, work.tier, tokens=work.prompt_tokens, now_s=now_s)
         others = frozenset(kept).difference(full)
         return tuple(i.name for i in eligible if i.name in others)
 

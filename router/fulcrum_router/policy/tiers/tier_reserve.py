@@ -8,12 +8,12 @@ now; one instance at least is for everybody. Which instances these are is not fi
 are spare.
 
 The reserve is lent while it is idle: short prompts always use it, and all prompts do when the tier has sent
-no request for `IDLE_S`. But in as many instances as are reserved, no prompt waits behind another one for
-longer than `SPARE_S`. So when the tier returns, its first prompt waits for one other at most. In decode, the
-lower tiers leave at least the fraction of the KV cache free (`decode_share`). An answer that runs cannot be
-interrupted: so there the idle reserve is lent to answers that are expected to end within
-`Reserve.reclaim_within_s`. It is lent to longer ones as far as it is free again by then without them: with E
-the expected tokens of an answer
+no request for `IDLE_S`. But in as many instances as are lent, no prompt waits behind another one for longer
+than `SPARE_S`. So when the tier returns, its first prompt waits for one other and `SPARE_S` at most, as far
+as predictions are right. In decode, the lower tiers leave at least the fraction of the KV cache free
+(`decode_share`). An answer that runs cannot be interrupted: so there the idle reserve is lent to answers that
+are expected to end within `Reserve.reclaim_within_s`. It is lent to longer ones as far as it is free again by
+then without them: with E the expected tokens of an answer
 
     Σ E(answers that end later than now + reclaim_within_s)  ≤  KV cache − all reserves that are due by then
 
@@ -163,14 +163,6 @@ class TierReserve:
     def list_kept(self, instances: Sequence[V], tier: str, *, tokens: int, now_s: float) -> tuple[str, ...]:
         """Names of those prefill instances, of `instances`, that a prompt of `tokens` must leave to other
         tiers."""
-        kept = self._list_spare(instances, tier, tokens, now_s)
-        if not self.lends(tier, now_s):
-            return kept
-        queueing = self._list_queueing(instances, tier, tokens, now_s)
-        return kept + tuple(name for name in queueing if name not in kept)
-
-    def _list_spare(self, instances: Sequence[V], tier: str, tokens: int, now_s: float) -> tuple[str, ...]:
-        """Those that would not be spare any more, while too few others are."""
         fraction = self.find_kept_prefill(tier, now_s)
         if not fraction:
             return ()
@@ -187,17 +179,28 @@ class TierReserve:
             and len(spare) - (instance.name in spare) < kept_spare
         )
 
-    def _list_queueing(self, instances: Sequence[V], tier: str, tokens: int, now_s: float) -> tuple[str, ...]:
-        """Those in which a prompt would wait behind another one, while in too few others none waits."""
-        reserved = math.fsum(r.fraction for other, r in self._reserves.items() if other != tier)
-        wanted = _count_kept(reserved, len(instances))
-        without = {i.name for i in instances if i.ledger.behind_first_s <= SPARE_S}
+    def list_lent(self, instances: Sequence[V], tier: str, *, tokens: int, now_s: float) -> tuple[str, ...]:
+        """Names of those prefill instances in which a prompt of `tokens` may not wait behind another one.
+
+        They are as many as other tiers lend now, of those that compute for no tier with a reserve. A prompt
+        may wait in any of `instances` if enough others have none that waits.
+        """
+        lent = math.fsum(
+            reserve.fraction
+            for other, reserve in self._reserves.items()
+            if other != tier and not self._is_used(other, now_s)
+        )
+        wanted = _count_kept(lent, len(instances))
+        if not wanted:
+            return ()
+        others = [instance for instance in instances if instance.name not in self._computing]
+        without_waiting = {i.name for i in others if i.ledger.behind_oldest_s <= SPARE_S}
         return tuple(
             i.name
-            for i in instances
-            if len(without) - (i.name in without) < wanted
+            for i in others
+            if len(without_waiting) - (i.name in without_waiting) < wanted
             and i.ledger.remaining_s(now_s) > SPARE_S
-            and i.ledger.behind_first_s + i.prefill_model.ttft_s(tokens) > SPARE_S
+            and i.ledger.behind_oldest_s + i.prefill_model.ttft_s(tokens) > SPARE_S
         )
 
 

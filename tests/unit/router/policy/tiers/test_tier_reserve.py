@@ -7,6 +7,7 @@ from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext
 from fulcrum_router.policy.kv_pairs.pairs import TransferPairs
 from fulcrum_router.policy.tiers.tier_reserve import IDLE_S, Reserve, TierReserve
+from fulcrum_router.policy.waiting.waiter import LeaveResult
 from tests.unit.router.builders import FakeFleet, instance, work
 
 LONG, SHORT = 500, 50
@@ -89,7 +90,7 @@ def test_no_prompt_waits_in_as_many_instances_as_lend_an_idle_reserve(
     for one in instances:
         if one.name in waiting.split():
             one.ledger.add_prefill(tokens=LONG, predicted_s=0.5, now_s=IDLE_S + 1.0)
-    assert reserve.list_kept(instances, tier, tokens=tokens, now_s=IDLE_S + 1.0) == kept
+    assert reserve.list_lent(instances, tier, tokens=tokens, now_s=IDLE_S + 1.0) == kept
 
 
 @pytest.mark.parametrize(
@@ -194,3 +195,31 @@ def test_a_long_prompt_that_waits_for_the_reserve_lets_short_ones_of_its_tier_pa
         Journey(context, work(tokens)._replace(tier="free", tenant=f"{tokens}")) for tokens in (LONG, SHORT)
     ]
     assert [journey.begin(0.0) for journey in waiting] == [Action.WAIT, Action.SEND_PREFILL]
+
+
+@pytest.mark.parametrize("unusable", ["broken", "refuses"])
+def test_an_instance_that_gets_no_prompts_lends_no_reserve(unusable: str) -> None:
+    fleet = FakeFleet([*four_instances(0, 0.3, 0.3, 0.3), instance("d", role=Role.DECODE)])
+    context: JourneyContext[InstanceRecord] = JourneyContext(fleet, TransferPairs())
+    context.waiting_room.prefill_ahead_s = 0.5
+    context.tier_reserve.set_reserves({"gold": Reserve(0.25)})
+    if unusable == "broken":
+        context.pairs.broken_prefill_instances = ("p0",)
+    else:
+        context.shed_until_s = {"p0": 10.0}
+    began = [Journey(context, work(LONG)._replace(tier="free", tenant="a")).begin(0.0) for _ in range(3)]
+    assert began == [Action.SEND_PREFILL, Action.SEND_PREFILL, Action.WAIT]
+
+
+def test_a_prompt_that_waits_for_a_lent_reserve_ends_the_round() -> None:
+    """All others are the same for it: to ask up to 16 lines of each tier would stop the router."""
+    fleet = FakeFleet([*four_instances(0.3, 0.3), instance("d", role=Role.DECODE)])
+    context: JourneyContext[InstanceRecord] = JourneyContext(fleet, TransferPairs())
+    context.waiting_room.prefill_ahead_s = 0.5
+    context.tier_reserve.set_reserves({"gold": Reserve(0.5)})
+    first, second = (
+        Journey(context, work(LONG)._replace(tier="free", tenant=tenant)) for tenant in ("a", "b")
+    )
+    assert (first.begin(0.0), second.begin(0.0)) == (Action.SEND_PREFILL, Action.WAIT)
+    result = second.try_to_leave(0.0, late=False, held_for_long=False, due=False)
+    assert result is LeaveResult.BLOCKED
