@@ -9,9 +9,10 @@ kind.
 An engine evicts what it used least recently, too. So that the index needs no eviction events, each instance
 has a horizon: what was last used before it, counts as evicted. The horizon moves
 
-    to the present      if the engine was restarted, its cache salt was rotated, or the instance was removed
     with new KV         as soon as the engine has written as much since then as it has room for
     to a missing block  if the engine reports fewer cached tokens than were predicted
+
+If its engine was restarted or its cache salt rotated, the instance begins anew, as if it was another one.
 
 An instance that has never reported a cached token has no hits: its engine may not report any, or has no
 prefix cache, and hits that nothing confirms would only bend the load. Journeys ask for hits before dispatch
@@ -30,8 +31,8 @@ _WAYS = 8
 _NEW_WAYS = _WAYS // 2
 _USED, _MASK = _WAYS, 2 * _WAYS
 _SET = 3 * _WAYS
-"""Numbers of one set: a key for each block, then when each was used, then who has it. So they lie in three
-lines of a processor's cache, in one page of memory."""
+"""Numbers of one set: a key for each block, then when each was used, then who has it. They lie next to each
+other, so that a lookup reads one place of the memory and not three."""
 _BITS = 63
 """Instances in one number."""
 _MARKS = 64
@@ -48,7 +49,7 @@ class PromptPrefix(NamedTuple):
     """The beginning of a prompt in blocks."""
 
     hashes: Sequence[int] = ()
-    """One hash below 2**64 for each block; it includes the blocks before."""
+    """One hash for each block, from -2**63 to 2**63 - 1; it includes the blocks before."""
     ends: Sequence[int] = ()
     """Where the blocks end, in any unit, ascending; may be longer than `hashes`."""
     tokens_per_unit: float = 1.0
@@ -80,16 +81,13 @@ NO_HITS = Hits({}, (), ())
 class _Holder:
     """One instance in the index."""
 
-    __slots__ = ("horizon", "marks", "name", "reports", "slot", "written")
+    __slots__ = ("bit", "horizon", "marks", "name", "reports", "written")
 
-    def __init__(self, name: str, slot: int, now: int) -> None:
-        self.name, self.slot = name, slot
-        self.reports = False
+    def __init__(self, name: str, bit: int, *, reports: bool) -> None:
+        self.name, self.bit = name, bit
+        self.reports = reports
         """Whether the engine has ever reported a cached token."""
-        self.forget(now)
-
-    def forget(self, now: int) -> None:
-        self.horizon = now
+        self.horizon = 0
         """What was last used before it is not there any more."""
         self.written = 0.0
         """Tokens whose KV the engine has written."""
@@ -119,11 +117,12 @@ class PrefixIndex:
         """The sets. The place of a block is that of its key; `_USED` and `_MASK` numbers after it are when it
         was last used, and a bit for each instance that has it."""
         self._further: list[array[int]] = []
-        """Bits of further instances, for each place in the table."""
+        """Bits of further instances for each block (`_number`)."""
         self._now = 1
         """Prompts that were recorded; times are counted in them."""
         self._holders: dict[str, _Holder] = {}
-        self._by_slot: list[_Holder | None] = []
+        self._free_bits, self._left_bits = list(range(_BITS)), list[int]()
+        """Bits that no block has; and those of former instances, which blocks still have."""
         self._names: dict[int, tuple[str, ...]] = {}
         """Names of the instances in a mask that report cached tokens."""
         self._last_horizon = 0
@@ -176,14 +175,14 @@ class PrefixIndex:
             self._add_present(tokens, prefix, names, used)
 
     def _read_mask(self, at: int) -> int:
-        mask = self._table[at + _MASK]
-        return mask + sum(word[at] << _BITS * number for number, word in enumerate(self._further, 1))
+        mask, block = self._table[at + _MASK], _number(at)
+        return mask + sum(word[block] << _BITS * number for number, word in enumerate(self._further, 1))
 
     def _list_names(self, mask: int) -> tuple[str, ...]:
         """Return the names of the instances in a mask that report cached tokens, and remember them."""
         if len(self._names) >= _REMEMBERED_MASKS:
             self._names.clear()
-        present = (h for h in self._by_slot if h is not None and h.reports and mask >> h.slot & 1)
+        present = (h for h in self._holders.values() if h.reports and mask >> h.bit & 1)
         self._names[mask] = names = tuple(holder.name for holder in present)
         return names
 
@@ -219,9 +218,9 @@ class PrefixIndex:
         self._now = now = self._now + 1
         holder = self._holders.get(name)
         if holder is None:
-            holder = self._add_holder(name)
+            holder = self._add_holder(name, reports=False)
         self._last_horizon = max(self._last_horizon, holder.write(new_tokens, room_tokens, now))
-        table, word, bit = self._table, holder.slot // _BITS, 1 << holder.slot % _BITS
+        table, word, bit = self._table, holder.bit // _BITS, 1 << holder.bit % _BITS
         found = len(places)
         for depth, key in enumerate(prefix.hashes):
             at = places[depth] if depth < found else -1
@@ -231,7 +230,7 @@ class PrefixIndex:
                 at = self._promote(at)
             table[at + _USED] = now
             if word:
-                self._further[word - 1][at] |= bit
+                self._further[word - 1][_number(at)] |= bit
             else:
                 table[at + _MASK] |= bit
 
@@ -245,7 +244,7 @@ class PrefixIndex:
         at = start + used.index(min(used))
         table[at], table[at + _USED], table[at + _MASK] = key, 0, 0
         for word in self._further:
-            word[at] = 0
+            word[_number(at)] = 0
         return at
 
     def report(self, name: str, hits: Hits, prefix: PromptPrefix, *, cached_tokens: int) -> None:
@@ -269,28 +268,41 @@ class PrefixIndex:
         """The engine of an instance has lost its cache, or may not use it any more."""
         holder = self._holders.get(name)
         if holder is not None:
-            self._last_horizon = self._now + 1
-            holder.forget(self._last_horizon)
+            self._remove(name)
+            self._add_holder(name, reports=holder.reports)
 
     def keep_only(self, names: Iterable[str]) -> None:
         """Remove all other instances."""
         for name in self._holders.keys() - set(names):
-            holder = self._holders.pop(name)
-            self._by_slot[holder.slot] = None
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        self._left_bits.append(self._holders.pop(name).bit)
         self._names.clear()
 
-    def _add_holder(self, name: str) -> _Holder:
-        if None in self._by_slot:
-            slot = self._by_slot.index(None)
-        else:
-            slot = len(self._by_slot)
-            self._by_slot.append(None)
-        holder = self._by_slot[slot] = self._holders[name] = _Holder(name, slot, self._now)
-        self._last_horizon = self._now
+    def _add_holder(self, name: str, *, reports: bool) -> _Holder:
+        if not self._free_bits and self._left_bits:
+            self._clear_left_bits()
+        elif not self._free_bits:
+            self._further.append(array("q", bytes(8 * (self._last_set + 1) * _WAYS)))
+            self._free_bits = list(range(_BITS * len(self._further), _BITS * (len(self._further) + 1)))
+        holder = self._holders[name] = _Holder(name, self._free_bits.pop(), reports=reports)
         self._names.clear()
-        if slot // _BITS > len(self._further):
-            self._further.append(array("q", bytes(8 * len(self._table))))
         return holder
+
+    def _clear_left_bits(self) -> None:
+        """Clear the bits of former instances in all blocks: once for about 60 of them, as it takes 30 ms."""
+        masks = [0] * (1 + len(self._further))
+        for bit in self._left_bits:
+            masks[bit // _BITS] |= 1 << bit % _BITS
+        table, mask = self._table, ~masks[0]
+        for start in range(_MASK, len(table), _SET):
+            for at in range(start, start + _WAYS):
+                table[at] &= mask
+        for word, left in zip(self._further, masks[1:], strict=True):
+            for number, had in enumerate(word):
+                word[number] = had & ~left
+        self._free_bits, self._left_bits = self._left_bits, []
 
     def _promote(self, at: int) -> int:
         """Move a block that is used again; it changes places with the least recently used of those."""
@@ -300,5 +312,11 @@ class PrefixIndex:
         for offset in (0, _USED, _MASK):
             table[at + offset], table[to + offset] = table[to + offset], table[at + offset]
         for word in self._further:
-            word[at], word[to] = word[to], word[at]
+            one, other = _number(at), _number(to)
+            word[one], word[other] = word[other], word[one]
         return to
+
+
+def _number(at: int) -> int:
+    """The number of the block at a place."""
+    return at // _SET * _WAYS + at % _WAYS

@@ -67,6 +67,22 @@ def test_an_instance_without_its_cache_has_no_hits(event: str) -> None:
     assert index.find_hits(prefix(10, 11)).tokens == {"b": 100}
 
 
+@pytest.mark.parametrize("times", [1, 70, 200], ids=["once", "more often than bits", "often"])
+def test_what_others_use_later_is_no_hit_of_an_instance_without_its_cache(times: int) -> None:
+    index = make_index("a", "b", "gone")
+    for name in ("a", "b", "gone"):
+        send(index, name, prefix(10, 11))
+    index.keep_only(["a", "b"])
+    for _ in range(times):
+        index.forget("a")
+        send(index, "a", prefix(20))
+    for number in range(times):
+        send(index, "b", prefix(10, 11), cached=200)
+        send(index, f"new {number}", prefix(30), cached=1)
+    found = [index.find_hits(prompt).tokens for prompt in (prefix(10, 11), prefix(20))]
+    assert found == [{"b": 200}, {"a": 100}]
+
+
 def test_an_instance_that_was_forgotten_is_learned_anew() -> None:
     index = make_index("a")
     send(index, "a", prefix(10, 11))
@@ -136,7 +152,10 @@ def test_more_instances_than_a_word_has_bits() -> None:
     index = make_index(*names)
     for name in names:
         send(index, name, prefix(10, 11))
-    assert index.find_hits(prefix(10, 11, 12)).tokens == dict.fromkeys(names, 200)
+    for name in ("i100", "i0"):  # the second time they move to the places of blocks that are used again
+        send(index, name, prefix(20, 21))
+    found = [index.find_hits(prompt).tokens for prompt in (prefix(10, 11, 12), prefix(20, 21))]
+    assert found == [dict.fromkeys(names, 200), {"i0": 200, "i100": 200}]
 
 
 def test_a_million_blocks_take_at_most_64_mb() -> None:
