@@ -1,16 +1,17 @@
 """Runs a workload in real time, as the options of a simulated run say: engine servers, router and operator.
 
-`fairness`, `admission` and `prefix` judge the records of both by the same lines. What a client cannot see is
-estimated: a prompt was sent at the latest when its first token came, less its prefill, KV transfer and one
-decode step. The service is that of `fulcrum up --local`, in this process; nothing else should run on the
-machine.
+`fairness`, `admission` and `prefix` take the records of both, and judge them by the same lines. What a client
+cannot see is estimated: a prompt was sent at the latest when its first token came, less its prefill, KV
+transfer and one decode step. The service is that of `fulcrum up --local`, in this process; nothing else
+should run on the machine.
 """
 
 import asyncio
 import heapq
+import math
 import re
 import tempfile
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,27 +24,30 @@ import yaml
 
 from fulcrum_cli.assignment.writes import flip_instance
 from fulcrum_cli.local.run import LocalRun, LocalRunOptions, run_local
-from fulcrum_cli.play.engine_lateness import TOO_SLOW_MS, EngineLateness, parse_buckets
+from fulcrum_cli.play.engine_lateness import TOO_SLOW_MS, parse_buckets, percentile_edge_s
 from fulcrum_cli.terminal.logs import log_warnings_to_stderr
 from fulcrum_core.api import parse_object
 from fulcrum_core.values import OverloadAction, Role
-from fulcrum_simulator.client import LoadGenerator, LoadOutcome, LoadTarget, OutcomeKind
+from fulcrum_simulator.client import LoadGenerator, LoadOutcome, LoadResults, LoadTarget, OutcomeKind
 from fulcrum_simulator.client.generator import UNFINISHED
 from fulcrum_simulator.engine.links import estimate_transfer_s
 from fulcrum_simulator.fleet.options import PolicyName, RunOptions
 from fulcrum_simulator.fleet.records import RequestResult
+from fulcrum_simulator.fleet.run import simulate
 from fulcrum_simulator.routing import Outcome
 from fulcrum_simulator.workload import WorkloadRequest, find_block_tokens
 
 SERVICE, NAMESPACE, MODEL = "measured", "default", "simulated"
 NO_TIER = "all"
-"""Tier of requests that name none: what is done about an overload is a tier's."""
-MAX_CONNECTIONS = 8_000
+"""Tier of the requests that name none. They need one: only a tier says what is done about an overload."""
+MAX_CONNECTIONS = 15_000
 LATE_MAX_S = 0.02
 """Largest p99 of how late requests are sent."""
-RETURNS_EACH_S = 0.05
+POLL_S = 0.05
 STARTUP_S = 0.5
-"""Of the engines, in place of the minutes in which real ones load a model."""
+"""Time in which the engine servers start. Real engines load a model for minutes."""
+Run = Callable[[Sequence[WorkloadRequest], RunOptions], Sequence[RequestResult]]
+"""Runs a workload, simulated or in real time."""
 _OUTCOMES = {
     OutcomeKind.OK: Outcome.OK,
     OutcomeKind.REFUSED: Outcome.REFUSED,
@@ -58,11 +62,12 @@ class LiveRun:
     records: list[RequestResult]
     returned: list[RequestResult]
     failed: int
-    """Requests without a whole and right response that were not refused, before the end of the run."""
+    """Requests that were not refused and had no whole and right response when they ended. Those that had not
+    ended yet with the run are not counted."""
     engines_late_ms: float
-    """p99 of how late engine steps were."""
+    """p99 of how late the steps of an engine were, of the engine for which it is worst; infinite: unknown."""
     load_late_s: float
-    """p99 of how late requests were sent."""
+    """p99 of how late requests were sent; infinite: unknown, or some waited for a connection."""
     prefix_caches: Mapping[str, tuple[float, float]]
     """Prompt tokens that each instance looked up in its prefix cache, and those that it found there."""
 
@@ -89,17 +94,18 @@ class LiveRuns:
         """Run a workload; return what happened to each request."""
         return self.run_whole(workload, options).records
 
-    def run_whole(self, workload: Sequence[WorkloadRequest], options: RunOptions) -> LiveRun:
-        """Run a workload."""
-        return self._add(run_live(workload, options))
-
-    def run_with_returns(self, workload: Sequence[WorkloadRequest], options: RunOptions) -> LiveRun:
-        """Run a workload whose refused requests are sent once more, after their `Retry-After`."""
-        return self._add(run_live(workload, options, returns=True))
-
-    def _add(self, live: LiveRun) -> LiveRun:
+    def run_whole(
+        self, workload: Sequence[WorkloadRequest], options: RunOptions, *, returns: bool = False
+    ) -> LiveRun:
+        """Run a workload; see `run_live`."""
+        live = run_live(workload, options, returns=returns)
         self.all_valid &= live.is_valid
         return live
+
+
+def run_simulated(workload: Sequence[WorkloadRequest], options: RunOptions) -> list[RequestResult]:
+    """Simulate a workload."""
+    return list(simulate(workload, options).records)
 
 
 def run_live(workload: Sequence[WorkloadRequest], options: RunOptions, *, returns: bool = False) -> LiveRun:
@@ -181,9 +187,8 @@ async def _run(
         )
         start_s = asyncio.get_running_loop().time()
         returned: list[WorkloadRequest] = []
-        returning = asyncio.create_task(_send_returns(load, back, workload, returned, start_s))
-        if not returns:
-            returning.cancel()
+        sending_back = _send_returns(load, back, workload, returned, start_s) if returns else asyncio.sleep(0)
+        returning = asyncio.create_task(sending_back)
         try:
             await load.send(map(_name_tier, workload), start_s=start_s)
             await load.finish(timeout_s=options.drain_s)
@@ -198,7 +203,7 @@ async def _run(
         returned=_make_records(returned, outcomes[1], options),
         failed=sum(map(_has_failed, (*outcomes[0], *outcomes[1]))),
         engines_late_ms=late_ms,
-        load_late_s=load.results.report().sent_late_p99_s or 0.0,
+        load_late_s=max(_find_late_s(one.results) for one in (load, back)),
         prefix_caches=hits,
     )
 
@@ -225,6 +230,7 @@ def _make_generator(service: LocalRun, options: RunOptions, seed: int, block_tok
         port=address.port,
         model=MODEL,
         block_tokens=block_tokens,
+        degraded_tokens=options.policy.tier_admission.max_output_tokens,
         max_connections=MAX_CONNECTIONS,
     )
     return LoadGenerator(target, slo=options.slo, seed=seed)
@@ -232,6 +238,13 @@ def _make_generator(service: LocalRun, options: RunOptions, seed: int, block_tok
 
 def _name_tier(request: WorkloadRequest) -> WorkloadRequest:
     return replace(request, tier=request.tier or NO_TIER)
+
+
+def _find_late_s(results: LoadResults) -> float:
+    if not results.offered:
+        return 0.0
+    late_s = results.report().sent_late_p99_s
+    return math.inf if late_s is None or results.connection_waits else late_s
 
 
 def _has_failed(outcome: LoadOutcome) -> bool:
@@ -258,19 +271,23 @@ async def _send_returns(
             again = replace(workload[index], arrival_s=at_s - start_s)
             returned.append(again)
             await back.send([_name_tier(again)], start_s=start_s)
-        await asyncio.sleep(RETURNS_EACH_S)
+        await asyncio.sleep(POLL_S)
 
 
 async def _read_engines(service: LocalRun) -> tuple[float, dict[str, tuple[float, float]]]:
-    """Return the p99 of how late engine steps were, in ms, and the lookups in prefix caches."""
-    lateness, hits = EngineLateness(), {}
+    """Return how late engine steps were, in ms, and the lookups in prefix caches; see `LiveRun`."""
+    late_ms, caches = [], {}
     async with httpx.AsyncClient(trust_env=False) as client:
         for instance in await service.wait_serving():
             text = (await client.get(f"http://{instance.status.endpoint}/metrics")).text
-            name = instance.metadata.name
-            lateness.record(name, parse_buckets(text))
-            hits[name] = _read_sum(text, "prefix_cache_queries"), _read_sum(text, "prefix_cache_hits")
-    return lateness.p99_ms() or 0.0, hits
+            late_s = percentile_edge_s(parse_buckets(text), 99)
+            if late_s is not None:  # an engine that nobody used
+                late_ms.append(1000 * late_s)
+            caches[instance.metadata.name] = (
+                _read_sum(text, "prefix_cache_queries"),
+                _read_sum(text, "prefix_cache_hits"),
+            )
+    return max(late_ms, default=math.inf), caches
 
 
 def _read_sum(text: str, name: str) -> float:

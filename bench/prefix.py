@@ -38,6 +38,8 @@ from fulcrum_simulator.workload import WorkloadRequest, jitter_arrivals, load_tr
 
 INSTANCES, PROFILE, SLO, BLOCK_TOKENS = 8, "l70-h100-tp4", Slo(30.0, 0.1), 128
 GAIN_MIN, HOTTEST_MAX, MEMORY_MAX, TIME_MAX_US = 0.8, 1.3, 64e6, 15.0
+HITS_MORE_MIN = 0.005
+"""Share of the tokens by which hits must rise, for their gain to be measured at all."""
 CHATS, CHAT_BYTES, BLOCKS, PREFILL_INSTANCES = 2_000, 4_096, 1 << 20, 8
 
 
@@ -163,11 +165,13 @@ def compare(cases: Sequence[tuple[Case, Case]], jobs: int, runs: LiveRuns | None
     with ProcessPoolExecutor(jobs) as pool:
         figures = list(pool.map(measure, [case for pair in cases for case in pair]))
     for (plain, aware), base, better in zip(cases, figures[::2], figures[1::2], strict=True):
-        if runs is not None:
+        has_hits = better.hits >= base.hits + HITS_MORE_MIN
+        if runs is not None and has_hits:
             each_s = (better.saved_s - base.saved_s) / (better.hits - base.hits)
             base, better = (measure_live(case, runs, saved_each_s=each_s) for case in (plain, aware))
+            has_hits = better.hits >= base.hits + HITS_MORE_MIN
         predicted_s, measured_s = better.saved_s - base.saved_s, base.ttft_s - better.ttft_s
-        gains.append(measured_s / predicted_s)
+        gains.append(measured_s / predicted_s if has_hits else -math.inf)
         hottest.append(better.hottest)
         print(f"seed {plain.seed}\n  {plain.policy}: {base}\n  {aware.policy}: {better}")
         print(f"  TTFT lower by {measured_s:.3f} s; the hits predict {predicted_s:.3f} s", flush=True)

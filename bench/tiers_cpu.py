@@ -146,6 +146,13 @@ async def send_block(
     return ended, served
 
 
+async def check_key_is_needed(client: aiohttp.ClientSession, router: BenchRouter) -> None:
+    """Check that the router has the settings of `turn_on`."""
+    url = f"http://127.0.0.1:{router.port}/v1/completions"
+    async with client.post(url, data=make_body(0)) as response:
+        assert response.status == 401, response.status
+
+
 async def run(rounds: int, tokens: int, compiled: Path | None) -> int:
     """Measure and report; returns the exit code."""
     answer = send_source_name(tokens)
@@ -159,6 +166,7 @@ async def run(rounds: int, tokens: int, compiled: Path | None) -> int:
         run_router(ON, ports, compiled, keys) as on,
     ):
         async with aiohttp.ClientSession() as client:
+            await check_key_is_needed(client, on)
             for number in range(rounds + 1):  # the first round warms up
                 for router in (off, on) if number % 2 else (on, off):
                     began_s = read_cpu_s(router.process.pid)

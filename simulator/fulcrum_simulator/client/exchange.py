@@ -35,6 +35,7 @@ class HttpExchange:
         index: int,
         intended_s: float,
         on_end: Callable[[LoadOutcome], None],
+        degraded_tokens: int = 0,
     ) -> None:
         self.request = request
         self._index = index
@@ -43,6 +44,7 @@ class HttpExchange:
         self._sent_s = intended_s
         self._first_token_s: float | None = None
         self._last_token_s = intended_s
+        self._degraded_tokens = degraded_tokens
         self._status = 0
         self._retry_after_s = 0
         self._texts: list[str] = []
@@ -145,9 +147,10 @@ class HttpExchange:
         return "" if counted == (self.request.input_tokens, tokens) else "usage differs"
 
     def _find_expected_tokens(self) -> int:
-        """Output tokens that the response must have: fewer than asked for if its usage says so (Degrade)."""
-        limit = (self._usage or {}).get("degraded_max_tokens")
-        return min(self.request.output_tokens, limit) if type(limit) is int else self.request.output_tokens
+        """Output tokens of a right response: a limit by admission counts if its usage tells of it."""
+        asked, limit = self.request.output_tokens, self._degraded_tokens
+        told = (self._usage or {}).get("degraded_max_tokens")
+        return min(asked, limit) if limit and told == limit else asked
 
     def _end(self, kind: OutcomeKind, reason: str, now_s: float, *, error_reported: bool = False) -> None:
         on_end, self._on_end = self._on_end, None

@@ -38,6 +38,8 @@ class LoadTarget:
     """Whether the text of the responses is not known: prompts are token ids, and tokens are only counted."""
     block_tokens: int = 0
     """Tokens of a block of the workload's `prefix_hash_ids`; 0: no two prompts begin alike."""
+    degraded_tokens: int = 0
+    """Output tokens to which admission may limit an answer, if its usage says so; 0: to none."""
     max_connections: int = 1024
     """Limit of open connections; requests beyond it wait and are counted in `connection_waits`."""
 
@@ -103,7 +105,13 @@ class LoadGenerator:
         index = self.results.record_offered(request.tier)
         prepared = self._prepare(request, index)
         self._assign_connection(
-            HttpExchange(prepared, index=index, intended_s=intended_s, on_end=self._record_end)
+            HttpExchange(
+                prepared,
+                index=index,
+                intended_s=intended_s,
+                on_end=self._record_end,
+                degraded_tokens=self._target.degraded_tokens,
+            )
         )
 
     def _prepare(self, request: WorkloadRequest, index: int) -> PreparedRequest:

@@ -66,10 +66,17 @@ class ScriptedResponse:
     status: int = 200
     complete: bool = True
     request: PreparedRequest = field(default_factory=make_request)
+    degraded_tokens: int = 0
 
     def outcomes(self) -> list[LoadOutcome]:
         ends: list[LoadOutcome] = []
-        exchange = HttpExchange(self.request, index=4, intended_s=100.0, on_end=ends.append)
+        exchange = HttpExchange(
+            self.request,
+            index=4,
+            intended_s=100.0,
+            on_end=ends.append,
+            degraded_tokens=self.degraded_tokens,
+        )
         exchange.on_sent(100.5)
         exchange.on_status(self.status)
         now_s = 100.0
@@ -131,20 +138,22 @@ def test_prompts_begin_alike_as_far_as_their_block_ids_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "tokens", "kind"),
+    ("expected", "told", "tokens", "kind"),
     [
-        pytest.param(2, 2, OutcomeKind.OK, id="as many as its usage says"),
-        pytest.param(1, 2, OutcomeKind.WRONG, id="more than that"),
-        pytest.param(9, 2, OutcomeKind.WRONG, id="fewer than were asked for, below the limit"),
-        pytest.param("2", 2, OutcomeKind.WRONG, id="a limit that is no number"),
+        pytest.param(2, 2, 2, OutcomeKind.OK, id="as expected and told"),
+        pytest.param(2, 2, 1, OutcomeKind.WRONG, id="shorter than that"),
+        pytest.param(2, 1, 1, OutcomeKind.WRONG, id="another limit is told"),
+        pytest.param(2, None, 2, OutcomeKind.WRONG, id="not told"),
+        pytest.param(0, 2, 2, OutcomeKind.WRONG, id="nobody expects a limit"),
+        pytest.param(9, 9, 3, OutcomeKind.OK, id="a limit above what was asked for"),
     ],
 )
-def test_an_answer_that_admission_limited_is_ok_if_its_usage_says_so(
-    limit: object, tokens: int, kind: OutcomeKind
+def test_an_answer_that_admission_limited_is_right_if_it_was_expected_and_told(
+    expected: int, told: int | None, tokens: int, kind: OutcomeKind
 ) -> None:
-    counts = {"prompt_tokens": INPUT, "completion_tokens": tokens, "degraded_max_tokens": limit}
+    counts = {"prompt_tokens": INPUT, "completion_tokens": tokens, "degraded_max_tokens": told}
     pieces = [*map(token, range(tokens)), event({"choices": [], "usage": counts}), DONE]
-    (outcome,) = ScriptedResponse(pieces).outcomes()
+    (outcome,) = ScriptedResponse(pieces, degraded_tokens=expected).outcomes()
     assert (outcome.kind, outcome.output_tokens) == (kind, tokens)
 
 
