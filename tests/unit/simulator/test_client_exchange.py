@@ -122,18 +122,21 @@ def test_prompts_begin_alike_as_far_as_their_block_ids_do() -> None:
         for tokens, ids in ((40, (1, 2, 3)), (40, (1, 2, 4)), (20, (1, 2)))
     ]
 
-    def write(**block: int) -> list[str]:
-        made = (prepare_request(one, model="m", seed=1, index=n, **block) for n, one in enumerate(requests))
+    def write(block_tokens: int) -> list[str]:
+        made = (
+            prepare_request(one, model="m", seed=1, index=n, block_tokens=block_tokens)
+            for n, one in enumerate(requests)
+        )
         return [json.loads(one.body)["prompt"] for one in made]
 
     def count_common(first: str, second: str) -> int:
         pairs = enumerate(zip(first, second, strict=False))
         return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second))) // BYTES_PER_TOKEN
 
-    one, other, short = write(block_tokens=16)
+    one, other, short = write(16)
     assert [len(text) // BYTES_PER_TOKEN for text in (one, other, short)] == [40, 40, 20]
     assert (count_common(one, other), count_common(one, short)) == (32, 20)
-    one, other, _ = write()
+    one, other, _ = write(0)
     assert count_common(one, other) == 0
 
 
