@@ -43,7 +43,7 @@ NO_TIER = "all"
 MAX_CONNECTIONS = 15_000
 LATE_MAX_S = 0.02
 """Largest p99 of how late requests are sent."""
-POLL_S = 0.05
+POLL_S = 0.01
 STARTUP_S = 0.5
 """Time in which the engine servers start. Real engines load a model for minutes."""
 Run = Callable[[Sequence[WorkloadRequest], RunOptions], Sequence[RequestResult]]
