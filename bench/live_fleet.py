@@ -16,7 +16,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import uvloop
@@ -28,7 +27,14 @@ from fulcrum_cli.play.engine_lateness import TOO_SLOW_MS, parse_buckets, percent
 from fulcrum_cli.terminal.logs import log_warnings_to_stderr
 from fulcrum_core.api import parse_object
 from fulcrum_core.values import OverloadAction, Role
-from fulcrum_simulator.client import LoadGenerator, LoadOutcome, LoadResults, LoadTarget, OutcomeKind
+from fulcrum_simulator.client import (
+    LoadGenerator,
+    LoadOutcome,
+    LoadResults,
+    LoadTarget,
+    OutcomeKind,
+    split_address,
+)
 from fulcrum_simulator.client.generator import UNFINISHED
 from fulcrum_simulator.engine.links import estimate_transfer_s
 from fulcrum_simulator.fleet.options import PolicyName, RunOptions
@@ -222,12 +228,10 @@ async def _start(objects: Iterable[dict[str, Any]], options: RunOptions) -> Asyn
 
 
 def _make_generator(service: LocalRun, options: RunOptions, seed: int, block_tokens: int) -> LoadGenerator:
-    address = urlsplit(service.info.router_url)
-    assert address.hostname is not None
-    assert address.port is not None
+    host, port = split_address(service.info.router_url)
     target = LoadTarget(
-        host=address.hostname,
-        port=address.port,
+        host=host,
+        port=port,
         model=MODEL,
         block_tokens=block_tokens,
         degraded_tokens=options.policy.tier_admission.max_output_tokens,

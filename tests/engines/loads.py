@@ -3,11 +3,10 @@
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from fulcrum_cli.local.run_folder import RunInfo
 from fulcrum_core.values import Slo
-from fulcrum_simulator.client import LoadGenerator, LoadResults, LoadTarget, OutcomeKind
+from fulcrum_simulator.client import LoadGenerator, LoadResults, LoadTarget, OutcomeKind, split_address
 from fulcrum_simulator.workload import WorkloadRequest
 from tests.engines.services import MODEL
 
@@ -70,10 +69,8 @@ async def send_load(
 
     The seed decides the prompts: with another one, no prefix cache holds a block of them.
     """
-    address = urlsplit(info.router_url)
-    assert address.hostname is not None
-    assert address.port is not None
-    target = LoadTarget(host=address.hostname, port=address.port, model=MODEL, has_real_model=True)
+    host, port = split_address(info.router_url)
+    target = LoadTarget(host=host, port=port, model=MODEL, has_real_model=True)
     generator = LoadGenerator(target, slo=slo, seed=seed)
     try:
         await generator.send(requests)

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import uvloop
@@ -37,7 +36,7 @@ from fulcrum_cluster.router_client import HttpRouterClient, open_http_client
 from fulcrum_core.errors import FulcrumError, InvalidInput
 from fulcrum_core.ports import Store
 from fulcrum_core.profiles import load_profile
-from fulcrum_simulator.client import LoadGenerator, LoadTarget
+from fulcrum_simulator.client import LoadGenerator, LoadTarget, split_address
 
 MAX_CONNECTIONS = 2048
 CHAT_SHARE = 0.2
@@ -179,12 +178,10 @@ async def _show_page(
 
 
 def _make_load_generator(options: PlayOptions, url: str) -> LoadGenerator:
-    address = urlsplit(url)
-    assert address.hostname is not None
-    assert address.port is not None
+    host, port = split_address(url)
     target = LoadTarget(
-        host=address.hostname,
-        port=address.port,
+        host=host,
+        port=port,
         model=options.service.spec.model,
         chat_share=CHAT_SHARE,
         max_connections=MAX_CONNECTIONS,

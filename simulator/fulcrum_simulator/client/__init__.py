@@ -3,7 +3,7 @@
 `fulcrum play`, tests and `bench` use it. What arrives when is the workload's (`fulcrum_simulator.workload`).
 """
 
-from fulcrum_simulator.client.generator import LoadGenerator, LoadTarget
+from fulcrum_simulator.client.generator import LoadGenerator, LoadTarget, split_address
 from fulcrum_simulator.client.outcomes import (
     Latencies,
     LoadOutcome,
@@ -23,5 +23,6 @@ __all__ = [
     "LoadTarget",
     "OutcomeKind",
     "TierCounts",
+    "split_address",
     "summarize_latencies",
 ]

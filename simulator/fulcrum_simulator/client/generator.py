@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from fulcrum_core.values import Slo
 from fulcrum_simulator.client.connection import HttpConnection
@@ -42,6 +43,14 @@ class LoadTarget:
     """Output tokens to which admission may limit an answer, if its usage says so; 0: to none."""
     max_connections: int = 1024
     """Limit of open connections; requests beyond it wait and are counted in `connection_waits`."""
+
+
+def split_address(url: str) -> tuple[str, int]:
+    """Return host and port of the URL of a service; it must have both."""
+    address = urlsplit(url)
+    assert address.hostname is not None
+    assert address.port is not None
+    return address.hostname, address.port
 
 
 class LoadGenerator:
