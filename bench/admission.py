@@ -111,8 +111,10 @@ def measure_live(arguments: argparse.Namespace, seeds: Sequence[int]) -> int:
     runs = LiveRuns()
     if arguments.measurement == "degrade":
         missed = measure_shorter_answers(runs.run, seeds)
-    elif arguments.measurement not in ("comeback", "rate") or trace is None:
-        raise SystemExit(f"error: {arguments.measurement} does not run live, or needs --trace")
+    elif arguments.measurement not in ("comeback", "rate"):
+        raise SystemExit(f"error: --live ({arguments.measurement}) runs only degrade, comeback and rate")
+    elif trace is None:
+        raise SystemExit(f"error: {arguments.measurement} needs --trace")
     elif arguments.measurement == "comeback":
         missed = measure_live_comebacks(runs, trace, speed, seeds, policy)
     else:

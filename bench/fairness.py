@@ -50,6 +50,8 @@ LASTS_S = {"tenants": 240.0, "weights": 240.0, "ageing": 150.0, "reserve": 120.0
 PROFILE = load_profile("l70-h100-tp4")
 SLO = Slo(ttft_s=3.0, tpot_s=0.1)
 WINDOW_S = 60.0
+RESERVED, RESERVE_DECODE = 0.5, 2
+"""Reserve of the highest tier, and decode instances of the fleet that has it."""
 RECLAIM_S, RETURNS, RETURNS_EACH_S = 10.0, 5, SENDS_FOR_S + 5.17
 """Between two returns the tier is idle for so long that it lends its reserve, and restrains nobody more."""
 RESERVE_LOSS_MAX = 0.02
@@ -299,14 +301,15 @@ def measure_reserve(run: Run, idle_s: float) -> int:
         # Answers that run at `idle_s` have to end, to be counted.
         cut = [request for request in load if request.arrival_s < idle_s + RETURNS_EACH_S]
         plain = select(run(cut, make_reserve_options(Reserve())), "free")
-        records = run(load, make_reserve_options(Reserve(0.5, RECLAIM_S)))
+        records = run(load, make_reserve_options(Reserve(RESERVED, RECLAIM_S)))
         free, owner = select(records, "free"), select(records, "premium")
         loss = 1 - count_service(free, int(idle_s))[-1] / count_service(plain, int(idle_s))[-1]
-        backs_s = [find_return(free, 0.5 * 2 * SMALL_KV_TOKENS, one.request.arrival_s) for one in owner]
+        left = (1.0 - RESERVED) * RESERVE_DECODE * SMALL_KV_TOKENS
+        backs_s = [find_return(free, left, one.request.arrival_s) for one in owner]
         waits_s = [find_wait_s(record) for record in owner]
         print(
-            f"flood of {name}: an idle reserve of 0.5 costs {loss:.1%} of the tokens served (bar: 2 %); it "
-            f"is back in prefill after {format_times(waits_s)} s (bar: a prompt and {SPARE_S:g} s, "
+            f"flood of {name}: an idle reserve of {RESERVED:g} costs {loss:.1%} of the tokens served (bar: 2 %); "
+            f"it is back in prefill after {format_times(waits_s)} s (bar: a prompt and {SPARE_S:g} s, "
             f"{prompt_s + SPARE_S:.2f} s) and in decode after {format_times(backs_s)} s (bar: reclaimWithin, "
             f"{RECLAIM_S:g} s)",
             flush=True,
@@ -330,8 +333,8 @@ def make_reserve_options(reserve: Reserve) -> RunOptions:
     """Options of a run with two prefill and two decode instances and this reserve of the highest tier."""
     return RunOptions(
         profile=PROFILE.model_copy(update={"kv_capacity_tokens": SMALL_KV_TOKENS}),
-        instances=4,
-        policy=parse_policy("static:2P2D", instances=4),
+        instances=2 + RESERVE_DECODE,
+        policy=parse_policy(f"static:2P{RESERVE_DECODE}D", instances=2 + RESERVE_DECODE),
         slo=SLO,
         drain_s=0.0,
         reserved={"premium": reserve},
