@@ -50,6 +50,7 @@ MAX_CONNECTIONS = 15_000
 LATE_MAX_S = 0.02
 """Largest p99 of how late requests are sent."""
 POLL_S = 0.01
+"""Time between two looks for clients that come back: they are late by as much at most."""
 STARTUP_S = 0.5
 """Time in which the engine servers start. Real engines load a model for minutes."""
 Run = Callable[[Sequence[WorkloadRequest], RunOptions], Sequence[RequestResult]]
@@ -63,7 +64,7 @@ _OUTCOMES = {
 
 @dataclass(frozen=True, slots=True)
 class LiveRun:
-    """What happened to each request, in the order of arrival; then those that came back, in that order."""
+    """What happened to each request of the workload, and to those that came back, by arrival."""
 
     records: list[RequestResult]
     returned: list[RequestResult]
@@ -193,16 +194,18 @@ async def _run(
         )
         start_s = asyncio.get_running_loop().time()
         returned: list[WorkloadRequest] = []
-        sending_back = _send_returns(load, back, workload, returned, start_s) if returns else asyncio.sleep(0)
-        returning = asyncio.create_task(sending_back)
+        returning = None
+        if returns:
+            returning = asyncio.create_task(_send_returns(load, back, workload, returned, start_s))
         try:
             await load.send(map(_name_tier, workload), start_s=start_s)
             await load.finish(timeout_s=options.drain_s)
         finally:
-            returning.cancel()
-            await asyncio.gather(returning, return_exceptions=True)
+            if returning is not None:
+                returning.cancel()
+                await asyncio.gather(returning, return_exceptions=True)
             await back.finish(timeout_s=options.drain_s)
-        late_ms, hits = await _read_engines(service)
+        late_ms, caches = await _read_engines(service)
     outcomes = load.results.outcomes, back.results.outcomes
     return LiveRun(
         records=_make_records(workload, outcomes[0], options),
@@ -210,7 +213,7 @@ async def _run(
         failed=sum(map(_has_failed, (*outcomes[0], *outcomes[1]))),
         engines_late_ms=late_ms,
         load_late_s=max(_find_late_s(one.results) for one in (load, back)),
-        prefix_caches=hits,
+        prefix_caches=caches,
     )
 
 
