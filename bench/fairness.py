@@ -308,8 +308,8 @@ def measure_reserve(run: Run, idle_s: float) -> int:
         backs_s = [find_return(free, left, one.request.arrival_s) for one in owner]
         waits_s = [find_wait_s(record) for record in owner]
         print(
-            f"flood of {name}: an idle reserve of {RESERVED:g} costs {loss:.1%} of the tokens served (bar: 2 %); "
-            f"it is back in prefill after {format_times(waits_s)} s (bar: a prompt and {SPARE_S:g} s, "
+            f"flood of {name}: an idle reserve of {RESERVED:g} costs {loss:.1%} of the tokens served (bar: "
+            f"2 %); it is back in prefill after {format_times(waits_s)} s (bar: a prompt and {SPARE_S:g} s, "
             f"{prompt_s + SPARE_S:.2f} s) and in decode after {format_times(backs_s)} s (bar: reclaimWithin, "
             f"{RECLAIM_S:g} s)",
             flush=True,
