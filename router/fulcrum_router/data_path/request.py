@@ -29,7 +29,7 @@ from fulcrum_router.http1.json_limits import (
     limit_unparsed,
     parse_object,
 )
-from fulcrum_router.http1.output_limits import find_output_limit
+from fulcrum_router.http1.output_limits import find_output_limit, is_stream
 from fulcrum_router.http1.prompt_prefix import build_prefix
 from fulcrum_router.policy import Work
 from fulcrum_router.policy.faults.blame import SHED_STATUSES
@@ -226,6 +226,7 @@ class ServedRequest:
             body.choices,
             body.prompts,
             prefix,
+            is_stream(body.fields),
         )
         self.journey = journey = Journey(router.journeys, work, body.local_prefill_reason)
         self.has_journey = True

@@ -12,11 +12,14 @@ The simulator, which knows that the decodes of an engine get their tokens togeth
 
 import math
 from collections import OrderedDict
+from typing import Final
 
 from fulcrum_core.latency import PrefillModel
 from fulcrum_router.policy.prefill_steps import PrefillSteps
 
 _NOT_SHARED = -1
+MAX_STARTING: Final = 64
+"""Decode legs without a first token, of one instance, that are looked at one by one."""
 
 
 class Ledger:
@@ -41,6 +44,7 @@ class Ledger:
         "reserved_tokens",
         "shared_legs",
         "shared_tokens",
+        "starting",
     )
 
     def __init__(self) -> None:
@@ -61,6 +65,8 @@ class Ledger:
         """Decode legs in flight."""
         self.shared_legs = self.shared_tokens = 0
         """Decode legs that share a count of tokens now, and the tokens that were added to it so far."""
+        self.starting: dict[DecodeEntry, float] = {}
+        """Decode legs without a first token, and the time by which it has to be at the client."""
         self.pending_transfers = 0
         self.reserved_tokens = 0
         """KV tokens of prompts that are computed elsewhere and will be decoded here."""
@@ -165,9 +171,23 @@ class Ledger:
         self.prefill_queued_s = max(0.0, self.prefill_queued_s - entry.predicted_s) if prefills else 0.0
         return oldest_for_s
 
-    def add_decode(self, *, tokens: int) -> "DecodeEntry":
-        """Add a decode leg for a prompt of `tokens`."""
-        return DecodeEntry(self, tokens)
+    def add_decode(self, *, tokens: int, start_by_s: float | None = None) -> "DecodeEntry":
+        """Add a decode leg for a prompt of `tokens`.
+
+        `start_by_s`: time by which its first token has to be at the client; None: nobody will know when.
+        """
+        entry = DecodeEntry(self, tokens)
+        if start_by_s is not None:
+            self.starting[entry] = start_by_s
+        return entry
+
+    def must_start(self, now_s: float, by_s: float) -> bool:
+        """Whether a decode leg may still get its first token in time, and has to have it before `by_s`.
+
+        More than `MAX_STARTING` legs without one are not looked at: some of them has to.
+        """
+        starting = self.starting
+        return len(starting) > MAX_STARTING or any(now_s <= due_s < by_s for due_s in starting.values())
 
     def add_shared_tokens(self, tokens: int) -> None:
         """Add so many output tokens to each decode leg that shares the count (`DecodeEntry.share_count`)."""
@@ -262,11 +282,17 @@ class DecodeEntry:
             self._shared_from = _NOT_SHARED
             ledger.shared_legs -= 1
 
+    def start(self) -> None:
+        """Note that the first token was sent. A second call has no effect."""
+        if self._ledger is not None:
+            self._ledger.starting.pop(self, None)
+
     def release(self) -> None:
         """Take the entry out of the ledger. A second call has no effect."""
         ledger = self._ledger
         if ledger is None:
             return
+        self.start()
         self.end_sharing()
         self._ledger = None
         ledger.decode_legs -= 1

@@ -40,6 +40,8 @@ class Work(NamedTuple):
     """Number of prompts. Each has `choices / prompts` choices."""
     prefix: PromptPrefix = NO_PREFIX
     """The beginning of the prompt, to find it in prefix caches."""
+    is_streamed: bool = False
+    """Whether the router will see when the first token comes."""
 
     @property
     def arrival_s(self) -> float:

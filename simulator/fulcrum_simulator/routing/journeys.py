@@ -253,6 +253,7 @@ class _Run(LegOwner):
             priority=request.priority,
             tenant=request.tenant,
             prefix=request.prefix,
+            is_streamed=True,
         )
         self.journey: Journey[InstanceRecord] = Journey(routing.context, work)
         if request.skips_admission:

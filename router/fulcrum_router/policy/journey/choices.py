@@ -271,16 +271,18 @@ class JourneyChoices(EligibleInstances[V]):
         )
 
     def _open_decode(self, now_s: float, instance: V) -> Action:
-        ledger, tokens = instance.ledger, self.work.prompt_tokens
+        ledger, work, tokens = instance.ledger, self.work, self.work.prompt_tokens
         self.decode_was_idle = not ledger.prefill_legs and not ledger.decode_legs
-        self.decode_entry = ledger.add_decode(tokens=self.work.context_tokens)
-        if self.work.choices == 1 and not self.continues:
-            self._context.demand.lengths.follow(self.work.tenant, tokens, self.decode_entry)
+        computes = not self.prefill_open and (self.source is None or self.local_prefill_reason is not None)
+        start_by_s = work.deadline_s if work.is_streamed and not computes else None
+        self.decode_entry = ledger.add_decode(tokens=work.context_tokens, start_by_s=start_by_s)
+        if work.choices == 1 and not self.continues:
+            self._context.demand.lengths.follow(work.tenant, tokens, self.decode_entry)
         if self._charge is None:
             self._charge_tenant()
         if self._account is not None:
             self._account.follow(self.decode_entry)
-        if not self.prefill_open and (self.source is None or self.local_prefill_reason is not None):
+        if computes:
             self._context.prompts.record(tokens)
             compute_s = instance.prefill_model.ttft_s(tokens)
             self._local_entry = ledger.add_local_prefill(tokens=tokens, predicted_s=compute_s, now_s=now_s)

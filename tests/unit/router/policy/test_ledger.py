@@ -5,7 +5,7 @@ import pytest
 from fulcrum_router.policy import Ledger
 
 
-def totals(ledger: Ledger) -> tuple[float, int, int, int, int, int, int, int]:
+def totals(ledger: Ledger) -> tuple[float, int, int, int, int, int, int, int, int]:
     return (
         ledger.prefill_queued_s,
         ledger.prefill_tokens,
@@ -15,6 +15,7 @@ def totals(ledger: Ledger) -> tuple[float, int, int, int, int, int, int, int]:
         ledger.pending_transfers,
         ledger.legs,
         ledger.reserved_tokens,
+        len(ledger.starting),
     )
 
 
@@ -25,11 +26,11 @@ def test_every_kind_of_work_is_counted_until_it_is_released() -> None:
     ledger = Ledger()
     prefill = ledger.add_prefill(tokens=100, predicted_s=0.5, now_s=0.0)
     local = ledger.add_local_prefill(tokens=10, predicted_s=0.1, now_s=0.0)
-    decode = ledger.add_decode(tokens=100)
+    decode = ledger.add_decode(tokens=100, start_by_s=1.0)
     transfer = ledger.add_pending_transfer()
     reservation = ledger.reserve(tokens=50)
     decode.add_tokens(7)
-    assert totals(ledger) == (0.6, 110, 1, 107, 1, 1, 2, 50), "a reservation is no leg"
+    assert totals(ledger) == (0.6, 110, 1, 107, 1, 1, 2, 50, 1), "a reservation is no leg"
     prefill.release(1.0)
     local.release(1.0)
     decode.release()
@@ -43,7 +44,8 @@ def test_a_second_release_changes_nothing() -> None:
     prefill = ledger.add_prefill(tokens=5, predicted_s=1.0, now_s=0.0)
     prefill.release(1.0)
     prefill.release(1.0)
-    for entry in (ledger.add_decode(tokens=5), ledger.add_pending_transfer(), ledger.reserve(tokens=5)):
+    starting = ledger.add_decode(tokens=5, start_by_s=1.0)
+    for entry in (starting, ledger.add_pending_transfer(), ledger.reserve(tokens=5)):
         entry.release()
         entry.release()
     assert totals(ledger) == EMPTY
