@@ -190,9 +190,15 @@ class Journeys(RuleBasedStateMachine):
 
     # --- events --------------------------------------------------------------------------------------
 
-    @rule(tokens=st.integers(1, 8_000), reason=st.sampled_from([None, None, MULTIPLE_CHOICES]))
-    def a_request_arrives(self, tokens: int, reason: LocalPrefillReason | None) -> None:
-        timed_work = work(tokens, tier="free")._replace(deadline_s=self.now_s + SLO.ttft_s)
+    @rule(
+        tokens=st.integers(1, 8_000),
+        reason=st.sampled_from([None, None, MULTIPLE_CHOICES]),
+        is_streamed=st.booleans(),
+    )
+    def a_request_arrives(self, tokens: int, reason: LocalPrefillReason | None, *, is_streamed: bool) -> None:
+        timed_work = work(tokens, tier="free", is_streamed=is_streamed)._replace(
+            deadline_s=self.now_s + SLO.ttft_s
+        )
         client = Client(
             Journey(self.context, timed_work, local_prefill_reason=reason), needs_prefill_leg=reason is None
         )
@@ -396,7 +402,8 @@ class Journeys(RuleBasedStateMachine):
                 ledger.reserved_tokens,
                 ledger.local_prefills,
                 ledger.pending_transfers,
-            ) == (0.0, 0, 0, 0, 0, 0, 0)
+                ledger.awaited_first_tokens,
+            ) == (0.0, 0, 0, 0, 0, 0, 0, {})
 
 
 TestJourneys = Journeys.TestCase

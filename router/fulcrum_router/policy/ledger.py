@@ -18,8 +18,8 @@ from fulcrum_core.latency import PrefillModel
 from fulcrum_router.policy.prefill_steps import PrefillSteps
 
 _NOT_SHARED = -1
-MAX_STARTING: Final = 64
-"""Decode legs without a first token, of one instance, that are looked at one by one."""
+MAX_AWAITED: Final = 64
+"""Most first tokens of one instance that are looked at one by one; with more, one counts as due."""
 
 
 class Ledger:
@@ -32,6 +32,7 @@ class Ledger:
         "_prefill_squares",
         "_prefills",
         "_steps",
+        "awaited_first_tokens",
         "caught_up_at_s",
         "decode_legs",
         "decode_tokens",
@@ -44,7 +45,6 @@ class Ledger:
         "reserved_tokens",
         "shared_legs",
         "shared_tokens",
-        "starting",
     )
 
     def __init__(self) -> None:
@@ -65,8 +65,9 @@ class Ledger:
         """Decode legs in flight."""
         self.shared_legs = self.shared_tokens = 0
         """Decode legs that share a count of tokens now, and the tokens that were added to it so far."""
-        self.starting: dict[DecodeEntry, float] = {}
-        """Decode legs without a first token, and the time by which it has to be at the client."""
+        self.awaited_first_tokens: dict[DecodeEntry, tuple[float, int]] = {}
+        """Decode legs of streams whose prompt another instance computed, without a first token yet: when it
+        is due at the client, and the priority of the tier."""
         self.pending_transfers = 0
         self.reserved_tokens = 0
         """KV tokens of prompts that are computed elsewhere and will be decoded here."""
@@ -171,23 +172,22 @@ class Ledger:
         self.prefill_queued_s = max(0.0, self.prefill_queued_s - entry.predicted_s) if prefills else 0.0
         return oldest_for_s
 
-    def add_decode(self, *, tokens: int, start_by_s: float | None = None) -> "DecodeEntry":
-        """Add a decode leg for a prompt of `tokens`.
+    def add_decode(self, *, tokens: int) -> "DecodeEntry":
+        """Add a decode leg for a prompt of `tokens`."""
+        return DecodeEntry(self, tokens)
 
-        `start_by_s`: time by which its first token has to be at the client; None: nobody will know when.
+    def has_first_token_due(self, now_s: float, before_s: float, *, priority: int) -> bool:
+        """Whether a first token is due from now on until `before_s`, in a tier of at least this priority.
+
+        Overdue ones do not count: nothing can be done for them.
         """
-        entry = DecodeEntry(self, tokens)
-        if start_by_s is not None:
-            self.starting[entry] = start_by_s
-        return entry
-
-    def must_start(self, now_s: float, by_s: float) -> bool:
-        """Whether a decode leg may still get its first token in time, and has to have it before `by_s`.
-
-        More than `MAX_STARTING` legs without one are not looked at: some of them has to.
-        """
-        starting = self.starting
-        return len(starting) > MAX_STARTING or any(now_s <= due_s < by_s for due_s in starting.values())
+        awaited = self.awaited_first_tokens
+        if len(awaited) > MAX_AWAITED:
+            awaited = {entry: due for entry, due in awaited.items() if due[0] >= now_s}
+            self.awaited_first_tokens = awaited
+        return len(awaited) > MAX_AWAITED or any(
+            now_s <= due_s < before_s and priority <= other for due_s, other in awaited.values()
+        )
 
     def add_shared_tokens(self, tokens: int) -> None:
         """Add so many output tokens to each decode leg that shares the count (`DecodeEntry.share_count`)."""
@@ -282,17 +282,22 @@ class DecodeEntry:
             self._shared_from = _NOT_SHARED
             ledger.shared_legs -= 1
 
-    def start(self) -> None:
+    def await_first_token(self, due_s: float, priority: int) -> None:
+        """Note when the first token is due at the client, and the priority of its tier."""
+        if self._ledger is not None:
+            self._ledger.awaited_first_tokens[self] = due_s, priority
+
+    def note_first_token(self) -> None:
         """Note that the first token was sent. A second call has no effect."""
         if self._ledger is not None:
-            self._ledger.starting.pop(self, None)
+            self._ledger.awaited_first_tokens.pop(self, None)
 
     def release(self) -> None:
         """Take the entry out of the ledger. A second call has no effect."""
         ledger = self._ledger
         if ledger is None:
             return
-        self.start()
+        self.note_first_token()
         self.end_sharing()
         self._ledger = None
         ledger.decode_legs -= 1

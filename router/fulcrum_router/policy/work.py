@@ -41,7 +41,7 @@ class Work(NamedTuple):
     prefix: PromptPrefix = NO_PREFIX
     """The beginning of the prompt, to find it in prefix caches."""
     is_streamed: bool = False
-    """Whether the router will see when the first token comes."""
+    """Whether the client asked for a stream; False: its first token is not seen, or it is passed through."""
 
     @property
     def arrival_s(self) -> float:

@@ -310,6 +310,7 @@ class RunningRouter:
             "decode_tokens",
             "pending_transfers",
             "reserved_tokens",
+            "awaited_first_tokens",
         )
         return all(not getattr(i.ledger, name) for i in self.router.fleet.instances for name in names)
 

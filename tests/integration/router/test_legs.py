@@ -360,6 +360,22 @@ async def test_a_decode_engine_computes_a_prompt_that_prefill_would_make_late(
         assert world.router.counters.unexpected_local_prefills == 0, "expected, not a failure"
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_first_token_of_a_stream_is_awaited(client: aiohttp.ClientSession, *, stream: bool) -> None:
+    """No prompt is deflected in front of it."""
+    awaited: list[int] = []
+
+    async def script(response: ResponseWriter) -> None:
+        ledgers = [world.router.fleet[name].ledger for name in ("p1", "d1")]
+        awaited.extend(len(ledger.awaited_first_tokens) for ledger in ledgers)
+        await send_source_name()(response)
+
+    async with run_router(FakeEngine("p1"), FakeEngine("d1", decode=script)) as world:
+        status, _, _ = await request_completion(client, world, stream=stream)
+        assert (status, awaited) == (200, [0, int(stream)])
+        assert world.ledgers_are_empty()
+
+
 @pytest.mark.parametrize(
     "fields",
     [

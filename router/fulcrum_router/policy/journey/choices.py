@@ -274,8 +274,9 @@ class JourneyChoices(EligibleInstances[V]):
         ledger, work, tokens = instance.ledger, self.work, self.work.prompt_tokens
         self.decode_was_idle = not ledger.prefill_legs and not ledger.decode_legs
         computes = not self.prefill_open and (self.source is None or self.local_prefill_reason is not None)
-        start_by_s = work.deadline_s if work.is_streamed and not computes else None
-        self.decode_entry = ledger.add_decode(tokens=work.context_tokens, start_by_s=start_by_s)
+        self.decode_entry = ledger.add_decode(tokens=work.context_tokens)
+        if work.is_streamed and not computes:
+            self.decode_entry.await_first_token(work.deadline_s, work.priority)
         if work.choices == 1 and not self.continues:
             self._context.demand.lengths.follow(work.tenant, tokens, self.decode_entry)
         if self._charge is None:

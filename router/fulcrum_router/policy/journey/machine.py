@@ -182,7 +182,7 @@ class Journey(JourneyChoices[V]):
         if self.state is _DECODE_SENT or self.state is _PREFILL:
             self.state = _DECODE
             if self.decode_entry is not None:
-                self.decode_entry.start()
+                self.decode_entry.note_first_token()
             self._drop_kv()
             if self._local_entry is not None:
                 self._release_local(now_s)

@@ -14,7 +14,7 @@ from fulcrum_router.policy.dispatch import FlipProposalRules
 from fulcrum_router.policy.faults.failures import Failure
 from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext, LocalPrefillReason
-from fulcrum_router.policy.ledger import MAX_STARTING
+from fulcrum_router.policy.ledger import MAX_AWAITED
 from fulcrum_router.policy.predictions.learning import LearningInstance
 from fulcrum_router.policy.tiers.admission import Admission
 from fulcrum_router.policy.tiers.forecast_errors import MIN_SAMPLES, UNKNOWN_FACTOR
@@ -153,40 +153,51 @@ def test_decode_catches_up_with_one_prompt_after_the_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("start_by_s", "found"),
+    ("due_s", "found"),
     [
         pytest.param([0.15], True, id="after the prompt"),
         pytest.param([0.14], False, id="before its end, if it takes 1.3 times as long"),
-        pytest.param([-0.1], True, id="too late anyway"),
-        pytest.param([9.0] * MAX_STARTING, True, id="all have much time"),
-        pytest.param([9.0] * (MAX_STARTING + 1), False, id="so many that some may have none"),
+        pytest.param([-0.1], True, id="overdue"),
+        pytest.param([9.0] * MAX_AWAITED, True, id="all have much time"),
+        pytest.param([9.0] * (MAX_AWAITED + 1), False, id="too many to look at"),
+        pytest.param([-0.1] * (MAX_AWAITED + 1), True, id="many that are overdue"),
+        pytest.param([-0.1] * MAX_AWAITED + [0.14], False, id="one among many that are overdue"),
     ],
 )
-def test_a_prompt_keeps_no_request_from_its_first_token(*, start_by_s: list[float], found: bool) -> None:
+def test_a_prompt_delays_no_first_token_that_is_due(*, due_s: list[float], found: bool) -> None:
     """The prompt takes 0.11 s."""
     made = decode_instance()
-    for due_s in start_by_s:
-        made.ledger.add_decode(tokens=0, start_by_s=due_s)
+    for each_s in due_s:
+        made.ledger.add_decode(tokens=0).await_first_token(each_s, 0)
     chosen = choose_deflection([made], work(TOKENS), now_s=0.0, by_s=1.0, output_tokens=OUTPUT)
     assert (chosen is not None) is found
 
 
-def test_a_prompt_waits_behind_others_while_a_first_token_is_due() -> None:
+@pytest.mark.parametrize(("priority", "found"), [(9, True), (10, False), (11, False)])
+def test_a_prompt_may_delay_the_first_tokens_of_lower_tiers(*, priority: int, found: bool) -> None:
+    made = decode_instance()
+    made.ledger.add_decode(tokens=0).await_first_token(0.1, priority)
+    prompt = work(TOKENS, priority=10)
+    chosen = choose_deflection([made], prompt, now_s=0.0, by_s=1.0, output_tokens=OUTPUT)
+    assert (chosen is not None) is found
+
+
+def test_prompts_in_front_delay_a_first_token_too() -> None:
     made = decode_instance(local_s=0.5)
-    made.ledger.add_decode(tokens=0, start_by_s=0.6)
+    made.ledger.add_decode(tokens=0).await_first_token(0.6, 0)
     assert choose_deflection([made], work(TOKENS), now_s=0.0, by_s=1.0, output_tokens=OUTPUT) is None
 
 
 @pytest.mark.parametrize(
-    ("queued_s", "is_streamed", "starting"),
+    ("queued_s", "is_streamed", "awaited"),
     [
-        pytest.param(0.0, True, [1.0], id="after its prefill"),
-        pytest.param(0.0, False, [], id="nobody will see its first token"),
+        pytest.param(0.0, True, [(1.0, 0)], id="after its prefill"),
+        pytest.param(0.0, False, [], id="nobody will see it"),
         pytest.param(5.0, True, [], id="deflected: its own prompt goes first"),
     ],
 )
-def test_a_request_waits_for_its_first_token_until_it_comes(
-    queued_s: float, starting: list[float], *, is_streamed: bool
+def test_a_first_token_is_awaited_until_it_comes(
+    queued_s: float, awaited: list[tuple[float, int]], *, is_streamed: bool
 ) -> None:
     context = make_context(queued_s=queued_s)
     journey = Journey(context, work(TOKENS, is_streamed=is_streamed))
@@ -194,9 +205,9 @@ def test_a_request_waits_for_its_first_token_until_it_comes(
         journey.prefill_responded(0.1, lease_from_s=0.0, has_params=True)
     assert journey.decode_instance is not None
     ledger = journey.decode_instance.ledger
-    before = list(ledger.starting.values())
+    before = list(ledger.awaited_first_tokens.values())
     journey.first_byte(0.2)
-    assert (before, ledger.starting, ledger.decode_legs) == (starting, {}, 1)
+    assert (before, ledger.awaited_first_tokens, ledger.decode_legs) == (awaited, {}, 1)
 
 
 def make_context(

@@ -95,6 +95,7 @@ def ledgers_are_empty(context: JourneyContext[InstanceRecord]) -> bool:
         "decode_tokens",
         "reserved_tokens",
         "pending_transfers",
+        "awaited_first_tokens",
     )
     return not any(getattr(i.ledger, name) for i in context.fleet.instances for name in names)
 

@@ -15,7 +15,7 @@ def totals(ledger: Ledger) -> tuple[float, int, int, int, int, int, int, int, in
         ledger.pending_transfers,
         ledger.legs,
         ledger.reserved_tokens,
-        len(ledger.starting),
+        len(ledger.awaited_first_tokens),
     )
 
 
@@ -26,7 +26,8 @@ def test_every_kind_of_work_is_counted_until_it_is_released() -> None:
     ledger = Ledger()
     prefill = ledger.add_prefill(tokens=100, predicted_s=0.5, now_s=0.0)
     local = ledger.add_local_prefill(tokens=10, predicted_s=0.1, now_s=0.0)
-    decode = ledger.add_decode(tokens=100, start_by_s=1.0)
+    decode = ledger.add_decode(tokens=100)
+    decode.await_first_token(1.0, 0)
     transfer = ledger.add_pending_transfer()
     reservation = ledger.reserve(tokens=50)
     decode.add_tokens(7)
@@ -44,18 +45,19 @@ def test_a_second_release_changes_nothing() -> None:
     prefill = ledger.add_prefill(tokens=5, predicted_s=1.0, now_s=0.0)
     prefill.release(1.0)
     prefill.release(1.0)
-    starting = ledger.add_decode(tokens=5, start_by_s=1.0)
-    for entry in (starting, ledger.add_pending_transfer(), ledger.reserve(tokens=5)):
+    for entry in (ledger.add_decode(tokens=5), ledger.add_pending_transfer(), ledger.reserve(tokens=5)):
         entry.release()
         entry.release()
     assert totals(ledger) == EMPTY
 
 
-def test_output_after_the_release_is_not_counted() -> None:
+def test_what_comes_after_the_release_is_not_counted() -> None:
     ledger = Ledger()
     decode = ledger.add_decode(tokens=5)
     decode.release()
     decode.add_tokens(3)
+    decode.await_first_token(1.0, 0)
+    decode.note_first_token()
     assert totals(ledger) == EMPTY
 
 
