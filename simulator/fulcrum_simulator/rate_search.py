@@ -36,8 +36,8 @@ def find_highest_factor(
 ) -> FoundFactor[R]:
     """Find the highest factor of which `accepts` allows the result of `run`.
 
-    `first` is tried first; it is multiplied or divided by `step`, then by its square and so on, until an
-    accepted and a refused factor are found or the limits `factors` are passed.
+    `first` is tried first; it is multiplied or divided by `step`, then by its square and so on, at most by 2,
+    until an accepted and a refused factor are found or the limits `factors` are passed.
     """
     trials = 0
     best: tuple[float, R] | None = None

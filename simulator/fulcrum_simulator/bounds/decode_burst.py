@@ -58,7 +58,7 @@ class _Decodes:
 
 
 def _count_late_at_least(decodes: _Decodes, arrivals_s: Sequence[float], late_max: int) -> int:
-    """Return a lower limit of the late requests; counting ends above `late_max`."""
+    """Return a lower limit of the late requests, or some number above `late_max` if they are more."""
     late = 0
     for jobs in decodes.jobs_by_limit(arrivals_s):
         late = max(late, _count_late(jobs, late_max))

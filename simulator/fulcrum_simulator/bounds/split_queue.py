@@ -49,6 +49,7 @@ class SplitQueue:
         self._pool = DecodePool(fleet.profile)
         self._next = 0  # the first request whose prompt has not begun
         self._free_s: list[float] = []  # a heap: when each prefill instance is free
+        self._left_s = [0.0] * fleet.instances  # a heap: the same of the decode instances
         self._ready: list[tuple[float, float, int]] = []  # a heap: end of transfer, first token, request
         self._now_s = 0.0
         self.late = 0
@@ -57,7 +58,8 @@ class SplitQueue:
         """Return an independent state of the same time."""
         other = SplitQueue(self._tasks, self._arrivals_s, self._fleet)
         other._pool, other._next = self._pool.copy(), self._next
-        other._free_s, other._ready = self._free_s.copy(), self._ready.copy()
+        other._free_s, other._left_s = self._free_s.copy(), self._left_s.copy()
+        other._ready = self._ready.copy()
         other._now_s, other.late = self._now_s, self.late
         return other
 
@@ -85,11 +87,11 @@ class SplitQueue:
         return late, prompts_s + running_s + self._pool.backlog_s()
 
     def _set_prefill(self, prefill: int) -> None:
-        """Take the instances that are free first, or add instances that are free now."""
+        """Take away or add the instances that are free first; one that returns may still compute a prompt."""
         while len(self._free_s) > prefill:
-            heapq.heappop(self._free_s)
+            heapq.heappush(self._left_s, heapq.heappop(self._free_s))
         while len(self._free_s) < prefill:
-            heapq.heappush(self._free_s, self._now_s)
+            heapq.heappush(self._free_s, max(self._now_s, heapq.heappop(self._left_s)))
 
     def _start_prompts(self, until_s: float) -> None:
         slo_s = self._fleet.slo.ttft_s

@@ -9,7 +9,6 @@ compared policy `clairvoyant` follows the moving split.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 from fulcrum_core.errors import InvalidInput
@@ -34,11 +33,6 @@ class MovingSplit:
     interval_s: float
     prefill: tuple[int, ...]
     on_time: int
-
-    @property
-    def flips(self) -> int:
-        """Changes of role over the whole workload."""
-        return sum(abs(after - before) for before, after in pairwise(self.prefill))
 
 
 def find_best_fixed_split(requests: Sequence[WorkloadRequest], fleet: UniformFleet) -> FixedSplit:
@@ -65,6 +59,7 @@ def find_fixed_split_rate(
     requests: Sequence[WorkloadRequest], fleet: UniformFleet, *, attainment: float
 ) -> float:
     """Return the highest rate, in requests/s, at which some fixed split reaches that attainment."""
+    _check_can_split(fleet)
     required, tasks = count_required(len(requests), attainment), make_tasks(requests, fleet)
     return find_highest_rate(
         requests,
@@ -87,8 +82,7 @@ def find_moving_split_rate(
 
 
 def _best_fixed(tasks: Sequence[Task], arrivals_s: Sequence[float], fleet: UniformFleet) -> FixedSplit:
-    if fleet.instances < 2:
-        raise InvalidInput("instances", fleet.instances, "must be at least 2 to be split")
+    _check_can_split(fleet)
     return max(
         (
             FixedSplit(prefill, _count_fixed(tasks, arrivals_s, fleet, prefill))
@@ -96,6 +90,11 @@ def _best_fixed(tasks: Sequence[Task], arrivals_s: Sequence[float], fleet: Unifo
         ),
         key=lambda split: (split.on_time, -split.prefill),
     )
+
+
+def _check_can_split(fleet: UniformFleet) -> None:
+    if fleet.instances < 2:
+        raise InvalidInput("instances", fleet.instances, "must be at least 2 to be split")
 
 
 def _count_fixed(

@@ -1,6 +1,6 @@
 """The engine model: vLLM's scheduling, KV blocks and KV transfers, without I/O and on the caller's clock.
 
-Used by the engine server (`server`) in real time and by the tests in virtual time.
+Used by the engine server (`server`) in real time, and by simulated runs (`fleet`) in virtual time.
 """
 
 from fulcrum_simulator.engine.engine import Engine

@@ -61,19 +61,14 @@ class HandshakeResult:
 class HandshakeQueue:
     """The handshakes of one decode instance: one per engine id of a prefill instance, one after another.
 
-    The handshake comes with the first pull, and with the first one after `forget`. An unreachable prefill
-    instance delays all later handshakes by `HANDSHAKE_TIMEOUT_S`. Pulls from known
-    instances are not delayed.
+    The handshake comes with the first pull. An unreachable prefill instance delays all later handshakes by
+    `HANDSHAKE_TIMEOUT_S`. Pulls from known instances are not delayed.
     """
 
     def __init__(self, handshake_s: float) -> None:
         self._handshake_s = handshake_s
         self._known: dict[str, float] = {}
         self._queue = LinkEnd()
-
-    def is_known(self, engine_id: str) -> bool:
-        """Whether a handshake with this engine was started and did not fail."""
-        return engine_id in self._known
 
     def assume_known(self, engine_id: str) -> None:
         """Count the handshake with this engine as done."""
@@ -89,7 +84,3 @@ class HandshakeQueue:
         if reachable:
             self._known[engine_id] = slot.end_s
         return HandshakeResult(end_s=slot.end_s, ok=reachable)
-
-    def forget(self, engine_id: str) -> None:
-        """Forget an engine that died or was idle for too long: the next pull starts with a handshake."""
-        self._known.pop(engine_id, None)

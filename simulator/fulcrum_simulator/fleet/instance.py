@@ -81,6 +81,7 @@ class SimulatedInstance:
         """Adds so many tokens to each request that shares the count of the ledger."""
         self._options, self._events, self._peers, self._rng = options, events, peers, rng
         self._busy_s = [0.0, 0.0]
+        self._preemptions = 0
         self._start_engine()
 
     def _start_engine(self) -> None:
@@ -111,6 +112,11 @@ class SimulatedInstance:
         """Time of steps with a prompt chunk and of all other steps, since the start of the run."""
         prefill_s, decode_s = self._busy_s
         return prefill_s + self.steps.prefill_busy_s, decode_s + self.steps.decode_busy_s
+
+    @property
+    def preemptions(self) -> int:
+        """Requests that an engine preempted, since the start of the run."""
+        return self._preemptions + self.engine.stats.preemptions
 
     @property
     def kv_capacity_tokens(self) -> int:
@@ -202,7 +208,7 @@ class SimulatedInstance:
         self._events.schedule(self._events.now_s + restart_after_s, self._restart)
 
     def _restart(self) -> None:
-        self._busy_s = list(self.busy_s)
+        self._busy_s, self._preemptions = list(self.busy_s), self.preemptions
         self.restarts += 1
         self._start_engine()
         self.on_restart()

@@ -85,13 +85,13 @@ def prepare_load(
 ) -> list[WorkloadRequest]:
     """Multiply the rate by `scale`, divide all times by `speed`, start at 0, and repeat a load too short.
 
-    Arrivals move by up to half the gap to the next one, as the seed says; with seed 0 none moves.
+    Arrivals move by up to half the gap to the neighbour on that side, as the seed says; with 0 none moves.
     """
     scaled = recorded if scale == 1.0 else scale_rate(recorded, scale, seed=seed)
     if not scaled:
         return []
-    started = shift_arrivals(jitter_arrivals(scaled, seed=seed), -scaled[0].arrival_s)
-    return _repeat_if_short(list(speed_up_arrivals(started, speed)), slo)
+    started = list(shift_arrivals(scaled, -scaled[0].arrival_s))
+    return _repeat_if_short(list(speed_up_arrivals(jitter_arrivals(started, seed=seed), speed)), slo)
 
 
 def _repeat_if_short(requests: Sequence[WorkloadRequest], slo: Slo) -> list[WorkloadRequest]:

@@ -8,7 +8,6 @@ a planner can only change roles. It returns the split; `SplitController` flips t
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean
 from typing import Protocol
 
@@ -170,15 +169,15 @@ class KnownSplitPlanner:
         self.interval_s = interval_s
         self._prefill = prefill
 
+    @property
+    def first_prefill(self) -> int:
+        """Prefill instances with which the run starts."""
+        return self._prefill[0]
+
     def plan(self, view: PlannerView) -> tuple[int, str]:
         """See `SplitPlanner`."""
         number = min(round(view.now_s / self.interval_s), len(self._prefill) - 1)
         return self._prefill[number], "all requests are known"
-
-    @property
-    def flips(self) -> int:
-        """Number of flips that the planned splits need."""
-        return sum(abs(after - before) for before, after in pairwise(self._prefill))
 
 
 def measure_traffic(

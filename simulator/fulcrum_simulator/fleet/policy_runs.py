@@ -9,7 +9,7 @@ one `run.simulate` each; the search is `rate_search`'s.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from fulcrum_simulator.fleet.load import Load
@@ -67,11 +67,6 @@ class PolicyRuns:
 
     policy: Policy
     runs: tuple[SeedRun, ...]
-
-    @property
-    def median_rate_rps(self) -> float:
-        """Median over the seeds."""
-        return median(run.rate_rps for run in self.runs)
 
     @property
     def rank(self) -> tuple[float, float]:

@@ -119,7 +119,7 @@ def _split_request_time(scored: Sequence[RequestResult]) -> dict[str, float | No
 
 def _split_instance_time(result: RunResult) -> dict[str, float | None]:
     """Split the time of all instances: steps with a prompt chunk, other steps, idle."""
-    total_s = result.end_s * result.options.instances
+    total_s = result.end_s * (result.options.instances + result.options.cpu_instances)
     prefill, decode = (_share(busy_s, total_s) for busy_s in result.busy_s)
     return {
         "prefill": prefill,

@@ -27,7 +27,6 @@ class RoutedInstance:
         "engine_requests",
         "engine_waiting",
         "instance",
-        "pool",
         "record",
     )
 
@@ -42,15 +41,20 @@ class RoutedInstance:
         pool: str = "",
     ) -> None:
         record = LearningInstance(instance.name, prefill, decode)
-        record.role, record.on_cpu, record.serving = role, on_cpu, True
+        record.role, record.on_cpu, record.serving, record.pool = role, on_cpu, True, pool
         record.kv_capacity_tokens = instance.kv_capacity_tokens
         instance.on_tokens = record.ledger.add_shared_tokens
-        self.instance, self.record, self.pool = instance, record, pool
+        self.instance, self.record = instance, record
         self._batch_tokens = 0
         self.engine_requests: int | None = None
         self.engine_waiting: int | None = None
         """Requests that waited in the engine at the last probe, at `engine_read_at_s`."""
         self.engine_read_at_s = 0.0
+
+    @property
+    def pool(self) -> str:
+        """See `learned_models.MeasuredInstance`."""
+        return self.record.pool
 
     @property
     def samples(self) -> tuple[int, int]:

@@ -21,11 +21,12 @@ from fulcrum_core.profiles import EngineProfile
 from fulcrum_core.values import Actor, DispatchMode, FlipPolicy, Role
 from fulcrum_router.policy.predictions.estimate import TYPICAL_REQUEST_TOKENS
 from fulcrum_simulator.bounds import UniformFleet, plan_moving_split
+from fulcrum_simulator.bounds.rates import count_required
 from fulcrum_simulator.fleet.autoscaler import SimulatedAutoscaler
 from fulcrum_simulator.fleet.event_queue import EventQueue
 from fulcrum_simulator.fleet.flip import SimulatedFlip
 from fulcrum_simulator.fleet.instance import InstanceOptions, SimulatedInstance
-from fulcrum_simulator.fleet.options import FLIPPING, PLANNED, Policy, PolicyName, RunOptions
+from fulcrum_simulator.fleet.options import FLIPPING, PLANNED, PolicyName, RunOptions
 from fulcrum_simulator.fleet.planners import (
     DynamoLikePlanner,
     KnownSplitPlanner,
@@ -109,7 +110,7 @@ class _Simulation:
         planner: SplitPlanner | None,
     ) -> None:
         self._workload, self._options, self._on_progress = workload, options, on_progress
-        self._planner = planner
+        self._planner = planner if planner is not None else self._build_planner()
         self._rng = random.Random(options.seed)
         self._events = EventQueue()
         self._records: list[RequestResult] = []
@@ -118,7 +119,8 @@ class _Simulation:
         first_s, last_s = workload[0].arrival_s, workload[-1].arrival_s
         self._first_scored_s = first_s + options.unscored_share * (last_s - first_s)
         scored = sum(request.arrival_s >= self._first_scored_s for request in workload)
-        self._misses_max, self._has_goal = (1.0 - attainment_min) * scored, attainment_min > 0.0
+        self._has_goal = attainment_min > 0.0
+        self._misses_max = scored - (count_required(scored, attainment_min) if self._has_goal else 0)
         self._misses = 0
         """Scored requests that have ended without meeting the SLO."""
         self._is_lost = False
@@ -138,8 +140,8 @@ class _Simulation:
     def run(self) -> RunResult:
         events = self._events
         self._router.start_probes()
-        for instance in self._instances:
-            self._schedule_failure(instance)
+        for number, instance in enumerate(self._instances):
+            self._schedule_failure(instance, self._find_profile(number).startup_s)
         self._schedule_arrival()
         last_s = self._workload[-1].arrival_s
         deadline_s = last_s + self._options.drain_s
@@ -160,7 +162,7 @@ class _Simulation:
             SimulatedInstance(
                 name,
                 InstanceOptions(
-                    profile=_set_token_budget(self._find_profile(number), options.policy.token_budget),
+                    profile=self._find_profile(number),
                     step_noise=options.control.step_noise,
                     lookahead_steps=options.lookahead_steps,
                 ),
@@ -172,14 +174,19 @@ class _Simulation:
         ]
 
     def _find_first_role(self, number: int) -> Role:
-        on_cpu = number >= self._options.instances
-        return Role.PREFILL if on_cpu else _choose_role(self._options.policy, number)
+        options, planner = self._options, self._planner
+        if options.policy.name is PolicyName.COLOCATED and number < options.instances:
+            return Role.BOTH
+        prefill = planner.first_prefill if isinstance(planner, KnownSplitPlanner) else options.policy.prefill
+        is_prefill = number < prefill or number >= options.instances  # CPU instances come last
+        return Role.PREFILL if is_prefill else Role.DECODE
 
     def _find_profile(self, number: int) -> EngineProfile:
         options = self._options
+        profile = options.other_profiles.get(number, options.profile)
         if number >= options.instances:
-            return _slow_down(options.profile, options.cpu_slowness)
-        return options.other_profiles.get(number, options.profile)
+            profile = _slow_down(options.profile, options.cpu_slowness)
+        return _set_token_budget(profile, options.policy.token_budget)
 
     def _derive_rng(self) -> random.Random:
         return random.Random(self._rng.getrandbits(64))
@@ -283,8 +290,9 @@ class _Simulation:
         rules, serving = self._build_rules(), self._list_serving
         if options.policy.name in FLIPPING:
             return SimulatedAutoscaler(self._router, assignment, rules, serving=serving, **late)
+        assert self._planner is not None
         return SplitController(
-            self._build_planner(),
+            self._planner,
             self._router,
             assignment,
             rules,
@@ -297,10 +305,10 @@ class _Simulation:
     def _list_serving(self) -> list[str]:
         return [routed.record.name for routed in self._router.fleet.instances if routed.instance.alive]
 
-    def _build_planner(self) -> SplitPlanner:
+    def _build_planner(self) -> SplitPlanner | None:
         options = self._options
-        if self._planner is not None:
-            return self._planner
+        if options.policy.name not in PLANNED:
+            return None
         if options.policy.name is PolicyName.DYNAMO:
             return DynamoLikePlanner()
         if options.policy.name is PolicyName.NARWHAL:
@@ -342,18 +350,18 @@ class _Simulation:
             late += record.first_token_s is None and record.request.arrival_s >= self._first_scored_s
         return late
 
-    def _schedule_failure(self, instance: SimulatedInstance) -> None:
+    def _schedule_failure(self, instance: SimulatedInstance, startup_s: float) -> None:
         rate = self._options.control.failures_per_hour / 3600
         if rate:
             after_s = self._rng.expovariate(rate)
-            self._events.schedule(self._events.now_s + after_s, partial(self._fail, instance))
+            self._events.schedule(self._events.now_s + after_s, partial(self._fail, instance, startup_s))
 
-    def _fail(self, instance: SimulatedInstance) -> None:
+    def _fail(self, instance: SimulatedInstance, startup_s: float) -> None:
         if instance.alive:
             self._engine_failures += 1
             self._router.set_serving(self._router.fleet.routed_by_name[instance.name], False)
-            instance.fail(self._options.profile.startup_s)
-        self._schedule_failure(instance)
+            instance.fail(startup_s)
+        self._schedule_failure(instance, startup_s)
 
     def _build_result(self, last_arrival_s: float) -> RunResult:
         self._router.advance()
@@ -372,19 +380,13 @@ class _Simulation:
             flip_requests=self._router.flip_requests.seq,
             engine_failures=self._engine_failures,
             failed_transfers=sum(instance.failed_transfers for instance in self._instances),
-            preemptions=sum(instance.engine.stats.preemptions for instance in self._instances),
+            preemptions=sum(instance.preemptions for instance in self._instances),
             busy_s=(math.fsum(p for p, _ in times), math.fsum(d for _, d in times)),
             first_scored_s=self._first_scored_s,
             last_arrival_s=last_arrival_s,
             end_s=self._events.now_s,
             events=self._events.executed,
         )
-
-
-def _choose_role(policy: Policy, number: int) -> Role:
-    if policy.name is PolicyName.COLOCATED:
-        return Role.BOTH
-    return Role.PREFILL if number < policy.prefill else Role.DECODE
 
 
 def _slow_down(profile: EngineProfile, factor: float) -> EngineProfile:

@@ -97,7 +97,7 @@ class SplitController:
                 break
             arrivals.append((record.request.arrival_s, record.request.input_tokens))
             if record.last_token_s is not None:
-                outputs.append(record.request.output_tokens)
+                outputs.append(record.output_tokens)
         return measure_traffic(arrivals, outputs, window_s=now_s - since_s)
 
     def _flip(self, to: Role, state: RouterState, reason: str) -> bool:

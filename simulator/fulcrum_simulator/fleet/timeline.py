@@ -61,7 +61,7 @@ def attainment_over_time(
     offered: dict[int, int] = {}
     met: dict[int, int] = {}
     for record in records:
-        window = int((record.request.arrival_s - first_s) / length_s)
+        window = min(windows - 1, int((record.request.arrival_s - first_s) / length_s))
         offered[window] = offered.get(window, 0) + 1
         met[window] = met.get(window, 0) + record.meets(slo)
     return [(first_s + window * length_s, met[window] / count) for window, count in sorted(offered.items())]

@@ -22,7 +22,6 @@ from fulcrum_simulator.workload.prefix_hits import find_block_tokens, leave_out_
 from fulcrum_simulator.workload.requests import LengthLimit, OverlongRequests, WorkloadRequest
 from fulcrum_simulator.workload.traces import Trace, load_trace
 from fulcrum_simulator.workload.transforms import (
-    alternate_workloads,
     jitter_arrivals,
     repeat_until,
     scale_rate,
@@ -45,7 +44,6 @@ __all__ = [
     "TrafficMix",
     "WorkloadPhase",
     "WorkloadRequest",
-    "alternate_workloads",
     "find_block_tokens",
     "generate_bursty",
     "generate_moving",

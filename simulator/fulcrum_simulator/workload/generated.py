@@ -158,7 +158,7 @@ def generate_moving(*, periods: tuple[MixPeriod, ...], duration_s: float, seed: 
 
 
 BURST_S = (60.0, 240.0)  # Azure code: bursts of one to four minutes
-# 217 s is the longest silence of the trace; this mean leaves about a third of the time empty.
+# 217 s is the longest silence of the trace, to which longer ones are cut. About a third of the time is empty.
 SILENCE_MEAN_S, SILENCE_MAX_S = 80.0, 217.0
 BURST_GAP_CV = 2.0  # within a burst; 4.5 over the whole trace with gaps above 20 s left out
 
@@ -171,7 +171,9 @@ def generate_bursty(
     `compression` shortens bursts and silences, so that a short run contains several.
     """
     rng = random.Random(seed)
-    burst_rate_rps = rate_rps * (sum(BURST_S) / 2 + SILENCE_MEAN_S) / (sum(BURST_S) / 2)
+    burst_s = sum(BURST_S) / 2
+    silence_s = SILENCE_MEAN_S * (1 - math.exp(-SILENCE_MAX_S / SILENCE_MEAN_S))  # the mean after the cut
+    burst_rate_rps = rate_rps * (burst_s + silence_s) / burst_s
     phases: list[WorkloadPhase] = []
     start_s = 0.0
     while start_s < duration_s:

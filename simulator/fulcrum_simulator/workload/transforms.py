@@ -1,4 +1,4 @@
-"""Transforms of a workload's arrival times: rate, speed, jitter, alternation. Lengths never change.
+"""Transforms of a workload's arrival times: rate, speed, jitter. Lengths never change.
 
 A higher speed also shortens the phases of the load; a higher rate keeps them. `fulcrum play`, `fleet.load`
 and `bench` use them.
@@ -92,38 +92,3 @@ def jitter_arrivals(requests: Sequence[WorkloadRequest], *, seed: int) -> list[W
 
 def _displacement_s(share: float, before_s: float, after_s: float) -> float:
     return share * (before_s if share < 0 else after_s)
-
-
-def alternate_workloads(
-    first: Iterable[WorkloadRequest], second: Iterable[WorkloadRequest], *, phase_s: float
-) -> Iterator[WorkloadRequest]:
-    """Alternate between two workloads in phases of `phase_s`, until one is exhausted at the start of its
-    phase.
-
-    A workload's own time is paused during the phases of the other, so no request is skipped.
-    """
-    slices = (_TimeSlices(first, phase_s), _TimeSlices(second, phase_s))
-    phase = 0
-    while slices[phase % 2].has_more():
-        slice_index = phase // 2
-        yield from shift_arrivals(slices[phase % 2].take_slice(slice_index), (phase - slice_index) * phase_s)
-        phase += 1
-
-
-class _TimeSlices:
-    """A workload cut into slices of equal duration."""
-
-    def __init__(self, requests: Iterable[WorkloadRequest], phase_s: float) -> None:
-        self._requests = iter(requests)
-        self._next = next(self._requests, None)
-        self._phase_s = phase_s
-
-    def has_more(self) -> bool:
-        return self._next is not None
-
-    def take_slice(self, index: int) -> Iterator[WorkloadRequest]:
-        """Yield the requests that arrive before the end of slice `index`, counted from 0."""
-        end_s = (index + 1) * self._phase_s
-        while self._next is not None and self._next.arrival_s < end_s:
-            yield self._next
-            self._next = next(self._requests, None)

@@ -74,14 +74,3 @@ def test_handshakes_run_one_after_another(
         handshakes.reserve_handshake(engine_id, reachable=up, now_s=now_s)
         for engine_id, up, now_s in contacts
     ] == expected
-
-
-def test_a_forgotten_engine_needs_a_new_handshake() -> None:
-    handshakes = HandshakeQueue(0.25)
-    handshakes.reserve_handshake("p", reachable=True, now_s=0.0)
-    known = handshakes.is_known("p")
-    handshakes.forget("p")
-    assert (known, handshakes.is_known("p")) == (True, False)
-    assert handshakes.reserve_handshake("p", reachable=True, now_s=1.0) == HandshakeResult(
-        end_s=1.25, ok=True
-    )

@@ -64,6 +64,13 @@ def test_a_short_load_is_repeated_until_it_is_long_enough_to_be_scored() -> None
     assert [b.arrival_s - a.arrival_s for a, b in pairwise(load)] == [0.5] * 1999
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_load_whose_arrivals_move_does_not_start_before_0(seed: int) -> None:
+    recorded = [WorkloadRequest(float(second), 10, 1) for second in range(5, 105)]
+    load = prepare_load(recorded, scale=1.0, speed=1.0, slo=Slo(1.0, 0.1), seed=seed)
+    assert 0.0 <= load[0].arrival_s <= 0.5
+
+
 def test_a_request_that_no_engine_can_hold_is_left_out_and_counted() -> None:
     recorded = [WorkloadRequest(0.0, 10, 1), WorkloadRequest(1.0, 65_536, 1)]
     kept, overlong = leave_out_overlong(recorded, load_profile("laptop"))

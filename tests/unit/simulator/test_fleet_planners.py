@@ -108,7 +108,7 @@ def test_narwhal_like_keeps_the_split_of_a_single_instance() -> None:
 def test_a_known_split_is_that_of_its_interval() -> None:
     planner = KnownSplitPlanner(30.0, (1, 5, 3))
     assert [planner.plan(view(now_s=now_s))[0] for now_s in (0.1, 30.1, 60.1, 300.0)] == [1, 5, 3, 3]
-    assert planner.flips == 6
+    assert planner.first_prefill == 1
 
 
 def simulate_moving_load(policy: str) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def test_a_planner_of_the_caller_replaces_that_of_the_policy() -> None:
     load = list(generate_moving(periods=(mix,), duration_s=4.0, seed=1))
     policy = parse_policy("clairvoyant", instances=8)
     options = RunOptions(profile=load_profile("laptop"), instances=8, policy=policy, slo=SLO)
-    result = simulate(load, options, planner=KnownSplitPlanner(1.0, (4, 4, 6, 3)))
-    assert [(round(flip.at_s), flip.to) for flip in result.flips[:5]] == [(2, "Prefill")] * 2 + [
-        (3, "Decode")
-    ] * 3
+    result = simulate(load, options, planner=KnownSplitPlanner(1.0, (2, 4, 6, 3)))
+    assert list(result.first_roles.values()).count(Role.PREFILL) == 2
+    expected = [(1, "Prefill")] * 2 + [(2, "Prefill")] * 2 + [(3, "Decode")] * 3
+    assert [(round(flip.at_s), flip.to) for flip in result.flips[:7]] == expected

@@ -20,7 +20,8 @@ def record(arrival_s: float, ttft_s: float) -> RequestResult:
 
 def test_attainment_is_that_of_the_requests_that_arrived_in_the_window() -> None:
     records = [record(0.0, 5.0), record(9.0, 0.1), record(100.0, 0.1)]
-    assert attainment_over_time(records, SLO, 10) == [(0.0, 0.5), (100.0, 1.0)]
+    assert attainment_over_time(records, SLO, 10) == [(0.0, 0.5), (90.0, 1.0)]
+    assert len(attainment_over_time([record(float(n), 0.1) for n in range(101)], SLO, 10)) == 10
     assert attainment_over_time([], SLO, 10) == []
 
 

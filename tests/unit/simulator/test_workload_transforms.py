@@ -10,7 +10,6 @@ from fulcrum_simulator.workload import (
     LengthLimit,
     OverlongRequests,
     WorkloadRequest,
-    alternate_workloads,
     jitter_arrivals,
     scale_rate,
     shift_arrivals,
@@ -73,12 +72,6 @@ def test_a_rate_scaled_by_one_is_the_same_workload_and_copies_are_spread() -> No
     assert scale_rate(requests, 1.0, seed=9) == requests
     assert [r.arrival_s for r in scale_rate(requests, 2.0, seed=9)] == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
     assert scale_rate([], 2.0, seed=9) == []
-
-
-def test_alternating_workloads_skips_no_request() -> None:
-    first, second = requests_at(0.0, 5.0, 12.0), requests_at(1.0, 11.0, tokens=2)
-    times = [(r.arrival_s, r.input_tokens) for r in alternate_workloads(first, second, phase_s=10.0)]
-    assert times == [(0.0, 1), (5.0, 1), (11.0, 2), (22.0, 1), (31.0, 2)]
 
 
 def test_requests_longer_than_the_engine_takes_are_counted_and_not_cut() -> None:
