@@ -9,6 +9,8 @@ STALL_MAX = 30.0
 computes it in steps of its token budget, and its answers get a token with each."""
 STALL_SHARE = 0.25
 """Share of the time of a mean answer that stalls may take: half of the answers are shorter."""
+MIXED_FACTOR = 1.1
+"""Time of a prompt among decodes, as a multiple of its time alone (Splitwise)."""
 TPOT_SHARE = 0.8
 """Share of the TPOT objective that decode with all stalls may use; the rest is for wrong predictions."""
 
@@ -19,8 +21,10 @@ def find_stalls_max_s(*, tpot_s: float, output_tokens: float) -> float:
 
 
 def find_longest_prompt_s(*, tpot_s: float, output_tokens: float) -> float:
-    """Return how many seconds a prompt may take beside answers of `output_tokens` tokens in the mean.
+    """Return how long a prompt may be beside answers of `output_tokens` tokens in the mean.
 
-    That is if the decodes have time to spare and nothing to catch up with; others can bear less.
+    That is its time when it is computed alone, in seconds, if the decodes have time to spare and nothing to
+    catch up with; others can bear less.
     """
-    return min(STALL_MAX * tpot_s, find_stalls_max_s(tpot_s=tpot_s, output_tokens=output_tokens))
+    longest_s = min(STALL_MAX * tpot_s, find_stalls_max_s(tpot_s=tpot_s, output_tokens=output_tokens))
+    return longest_s / MIXED_FACTOR

@@ -1,6 +1,6 @@
 """The flip policies, arrow (its Algorithms 2 and 3) and balanced, as pure functions.
 
-`decide` is the entry: the autoscaler's loop and the simulator call it. No I/O, no clock.
+The autoscaler's loop and the simulator call `decide_on_tick` and `decide_on_flip_request`. No I/O, no clock.
 """
 
 from fulcrum_autoscaler.policy.arrow import MonitorState, propose_assignment

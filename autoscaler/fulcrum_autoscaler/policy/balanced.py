@@ -58,6 +58,11 @@ class BalanceState:
     correction: DecodeCorrection = NO_CORRECTION
 
 
+def forget_time(state: BalanceState) -> BalanceState:
+    """Begin anew with all that is added up over time: the time that passes now is not looked at."""
+    return replace(state, regret_s=0.0, weighed_at_s=None, correction=NO_CORRECTION)
+
+
 def decide_balance(
     state: BalanceState, observation: Observation, rules: AutoscalingRules, *, now_s: float
 ) -> tuple[BalanceState, FlipDecision]:
@@ -75,11 +80,12 @@ def decide_balance(
     prefill_count, decode_count = len(observation.serving_states(Role.PREFILL)), len(decode)
     rates = compute_rates(state.samples)
     if rates is None or not prefill_count or not decode_count:
-        return replace(state, regret_s=0.0), _hold(observation, "the demand is not known yet", now_s)
+        state = replace(state, regret_s=0.0, correction=NO_CORRECTION)
+        return state, _hold(observation, "the demand is not known yet", now_s)
     need = measure_need(observation, rates, rules.slo, state.batch_limit.requests)
     if need is None:
         hold = _hold(observation, "no latency model is known yet", now_s)
-        return replace(state, regret_s=0.0), replace(hold, forecast=rates)
+        return replace(state, regret_s=0.0, correction=NO_CORRECTION), replace(hold, forecast=rates)
     correction = state.correction.follow(
         need.tokens,
         rates,

@@ -21,7 +21,7 @@ from fulcrum_core.formatting import format_count
 from fulcrum_core.router_state import InstanceState
 from fulcrum_core.values import Role, Slo
 
-KV_FULL = 0.8
+KV_LOAD_OF_ONE = 0.8
 """Share of the KV cache that counts as a load of 1: from there on prompts may wait for room."""
 
 
@@ -77,7 +77,7 @@ def _decode_load(state: InstanceState, slo: Slo) -> float | None:
     if state.decode_is_full:
         load = max(load, 1.0)
     if state.kv_capacity_tokens:
-        load = max(load, state.decode_tokens / (KV_FULL * state.kv_capacity_tokens))
+        load = max(load, state.decode_tokens / (KV_LOAD_OF_ONE * state.kv_capacity_tokens))
     return load
 
 

@@ -30,7 +30,7 @@ BATCH_FULL = 0.8
 """Share of MT that the mean batch of a split may use."""
 SLOWDOWN_MAX = 1.5
 """Most by which a measured step may be longer than the model says: more has another cause than the batch."""
-KV_FULL = 0.9
+KV_USE_MAX = 0.9
 """Share of the KV cache from which requests start to wait: prompts need room for all of their tokens."""
 DEFLECTED_SHARE_MAX = 0.5
 """Most of its time that a decode instance is expected to spend on prompts."""
@@ -167,7 +167,7 @@ def _score_share(
             "prefill": rates.prefill / capacity,
             "TTFT": (backlog_s + mean_s) / slo.ttft_s,
             "TPOT": tokens / (BATCH_FULL * max(1.0, need.max_tokens - lost_tokens)),
-            "KV cache": tokens / (KV_FULL * need.kv_capacity_tokens),
+            "KV cache": tokens / (KV_USE_MAX * need.kv_capacity_tokens),
             "sequences": sequences / need.sequences_max,
             "held": need.full_decode_instances / decode,
         },

@@ -72,7 +72,6 @@ class Instance(LearningInstance):
         "health",
         "incoming_transfers",
         "missed_probes",
-        "pool",
         "prefill_header",
         "progress_at_s",
         "reported_block_size",

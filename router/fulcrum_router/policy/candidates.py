@@ -6,6 +6,7 @@ predictions change with every request: dispatch reads them itself. The fleet kee
 another when an instance has changed.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Generic, TypeVar
 
@@ -16,6 +17,7 @@ from fulcrum_router.policy.instance_record import InstanceRecord
 V = TypeVar("V", bound=InstanceRecord)
 
 _PREFILL, _DECODE = Role.PREFILL, Role.DECODE  # an attribute of an enum is slow to read
+_SHORTEST_S = 1e-9  # a model may predict no time at all
 
 
 class Candidates(Generic[V]):
@@ -24,7 +26,7 @@ class Candidates(Generic[V]):
     Valid until the role, `serving` or the identity of an instance changes; make a new one then.
     """
 
-    __slots__ = ("_readers", "decode", "other_role", "overflow", "prefill")
+    __slots__ = ("_pools", "_readers", "decode", "other_role", "overflow", "prefill")
 
     def __init__(self, instances: Iterable[V]) -> None:
         serving = [instance for instance in instances if instance.serving]
@@ -44,6 +46,20 @@ class Candidates(Generic[V]):
             if i.role is not _DECODE and (not self.decode or self.list_readers(i.identity)[0])
         )
         """Instances that take prefill legs: some decode instance can read their KV, or none serves."""
+        self._pools = _share_by_pool(self.prefill or self.decode)
+
+    def predict_prefill_s(self, tokens: int) -> float:
+        """Predict how long a prompt keeps an instance, whichever of those that may compute it gets it.
+
+        With T_k the time on the instances of pool k, and f_k their share of all, that is 1 / Σ f_k / T_k: so
+        much work, divided by the number of instances, takes as long as all of them together need for it. One
+        instance stands for its pool. 0 without instances.
+        """
+        pools = self._pools
+        if len(pools) == 1:
+            return pools[0][0].prefill_model.ttft_s(tokens)
+        speed = sum(share / max(_SHORTEST_S, i.prefill_model.ttft_s(tokens)) for i, share in pools)
+        return 1.0 / speed if speed else 0.0
 
     def list_readers(self, source: EngineIdentity | None) -> tuple[tuple[V, ...], tuple[V, ...]]:
         """The instances of `decode`, and those of `other_role`, that can read the KV of engine `source`."""
@@ -54,6 +70,15 @@ class Candidates(Generic[V]):
             known = (source, _filter_readers(source, self.decode), _filter_readers(source, self.other_role))
             self._readers[id(source)] = known
         return known[1], known[2]
+
+
+def _share_by_pool(instances: tuple[V, ...]) -> list[tuple[V, float]]:
+    """Return the first instance of each pool, with the share of the instances that are of this pool."""
+    first: dict[str, V] = {}
+    for instance in instances:
+        first.setdefault(instance.pool, instance)
+    counts = Counter(instance.pool for instance in instances)
+    return [(instance, counts[pool] / len(instances)) for pool, instance in first.items()]
 
 
 def _filter_readers(source: EngineIdentity, instances: tuple[V, ...]) -> tuple[V, ...]:

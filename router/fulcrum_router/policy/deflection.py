@@ -30,20 +30,18 @@ instance, and again while it waits. `Ledger.deflect` then remembers when the dec
 from collections.abc import Collection, Iterable
 from typing import Final, NamedTuple
 
-from fulcrum_core.deflection import STALL_MAX, TPOT_SHARE, find_stalls_max_s
+from fulcrum_core.deflection import MIXED_FACTOR, STALL_MAX, TPOT_SHARE, find_stalls_max_s
 from fulcrum_core.values import Role
 from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.work import Work
 
-KV_FULL: Final = 0.9
+KV_FULL_WITH_PROMPT: Final = 0.9
 """Share of the KV cache that may be used with the prompt: decodes grow."""
 RECOVERY_MAX_S: Final = 60.0
 """Longest time to catch up: until then, the instance takes no other prompt. What stalls may take is
 50 s with answers of 5,000 tokens and 50 ms."""
-AHEAD_S: Final = 1.0
+CAUGHT_UP_WITHIN_S: Final = 1.0
 """Time before an instance has caught up from which it gets the next prompt."""
-MIXED_FACTOR: Final = 1.1
-"""Time of a prompt among decodes, as a multiple of its time alone (Splitwise)."""
 LATE_FACTOR: Final = 1.3
 """Multiple of that time within which a prompt should have ended. On `drift` near 99 %, half of what the rule
 gains is lost with 1."""
@@ -108,7 +106,7 @@ def _bears_stalls(
 def _predict_recovery_s(instance: InstanceRecord, work: Work, now_s: float, by_s: float) -> float | None:
     """Predict T(n)/φ; None: the instance cannot spare the time, or has no room."""
     ledger, tpot_s = instance.ledger, work.slo.tpot_s
-    if ledger.caught_up_at_s > now_s + AHEAD_S:
+    if ledger.caught_up_at_s > now_s + CAUGHT_UP_WITHIN_S:
         return None
     compute_s = MIXED_FACTOR * instance.prefill_model.ttft_s(work.count_computed(instance.name))
     if not compute_s <= STALL_MAX * tpot_s:
@@ -118,7 +116,7 @@ def _predict_recovery_s(instance: InstanceRecord, work: Work, now_s: float, by_s
         return None
     batch = ledger.decode_tokens + ledger.reserved_tokens + work.context_tokens
     capacity = instance.kv_capacity_tokens
-    if capacity and batch > KV_FULL * capacity:
+    if capacity and batch > KV_FULL_WITH_PROMPT * capacity:
         return None
     spare_s = TPOT_SHARE * tpot_s - instance.decode_model.itl_s(batch)
     if spare_s <= 0:

@@ -97,7 +97,7 @@ _PREFILLED_HERE: Final = DispatchReason.PREFILLED_HERE
 # `Final`: mypyc puts the values into the loops over all instances instead of looking them up by name.
 FAILED_LEG_S: Final = 1.0
 """Time that a failed leg costs its request: an engine that fails fast must not look like one without work."""
-KV_FULL: Final = 0.95
+KV_ENGINE_FULL: Final = 0.95
 """Share of the KV cache above which a request waits in the engine for room."""
 KV_TURNOVER_S: Final = 10.0
 """Rough time in which an engine frees as many tokens as its KV cache holds. It ranks full instances by how
@@ -193,7 +193,7 @@ def choose_decode(
     if prefilled_on is not None:
         source = prefilled_on.identity
         if prefilled_on.role is not _PREFILL and prefilled_on.serving and prefilled_on.name not in exclude:
-            cost = compute_decode_cost(prefilled_on, work.prompt_tokens, work.slo.tpot_s, now_s)
+            cost = compute_decode_cost(prefilled_on, work.context_tokens, work.slo.tpot_s, now_s)
             return Dispatch(prefilled_on.name, _PREFILLED_HERE, cost[:2])
     readers, other_role = candidates.list_readers(source)
     count, best, within = _find_cheapest_decode(readers, work, now_s, exclude, pairs)
@@ -264,7 +264,7 @@ def _explain_flip_to_decode(
     """
     if not rules.enabled or now_s < rules.to_decode_cooldown_until_s or len(prefill_instances) <= 1:
         return None
-    tokens, tpot_s = work.prompt_tokens, work.slo.tpot_s
+    tokens, tpot_s = work.context_tokens, work.slo.tpot_s
     if all(p.decode_model.itl_s(tokens) > tpot_s for p in prefill_instances):
         return None
     if any(d.decode_model.itl_s(d.ledger.decode_tokens + tokens) <= tpot_s for d in decode_instances):
@@ -324,7 +324,7 @@ def _find_cheapest_decode(
 
     Called twice for each request: to reserve room, and to send its decode leg.
     """
-    tokens, tpot_s, excluded = work.prompt_tokens, work.slo.tpot_s, frozenset(exclude)
+    tokens, tpot_s, excluded = work.context_tokens, work.slo.tpot_s, frozenset(exclude)
     best: Cost | None = None
     within: Cost | None = None
     count, least_first, least_second = 0, math.inf, math.inf  # of `within`
@@ -372,8 +372,8 @@ def compute_decode_cost(instance: InstanceRecord, tokens: int, tpot_s: float, no
     if prefill_s != prefill_s:
         prefill_s = _UNKNOWN_COST
     capacity = instance.kv_capacity_tokens
-    if capacity and batch > KV_FULL * capacity:
-        room_s = KV_TURNOVER_S * (batch / capacity - KV_FULL)
+    if capacity and batch > KV_ENGINE_FULL * capacity:
+        room_s = KV_TURNOVER_S * (batch / capacity - KV_ENGINE_FULL)
         prefill_s += room_s
         if excess_s < room_s:
             excess_s = room_s

@@ -24,6 +24,7 @@ class InstanceRecord:
         "ledger",
         "name",
         "on_cpu",
+        "pool",
         "prefill_model",
         "role",
         "serving",
@@ -32,6 +33,8 @@ class InstanceRecord:
     def __init__(self, name: str, prefill: PrefillModel, decode: DecodeModel) -> None:
         self.name = name
         """Name of the PDInstance."""
+        self.pool = ""
+        """Its pool: the instances of one have the same hardware."""
         self.role = Role.DECODE
         """Current role."""
         self.serving = False

@@ -6,7 +6,7 @@ slowly, and a prompt that is sent cannot be taken back. It takes one when it arr
     long, or of a lower tier       more than `LONG_PROMPT_TOKENS`, or a tier below the highest
     the accelerators are late      the best of them would miss the TTFT objective, behind the work in front
     decode has room                some decode instance passes the check of dispatch with it
-    the CPUs are in time           the prompt, and at most `AHEAD_S` of other work, in 0.8 of the time left
+    the CPUs are in time           the prompt and at most `CPU_QUEUE_MAX_S` of other work, in 0.8 of the time
 
 So a prompt that accelerators compute in time stays there, and waits for less work than without the CPUs. The
 share of prompts that goes to CPUs says how much prefill the accelerators lack: `PromptCounts`.
@@ -22,7 +22,7 @@ from fulcrum_router.policy.work import Work
 
 LONG_PROMPT_TOKENS = 5_000
 """Prompts of the highest tier from which CPUs take them: a short prompt frees little."""
-AHEAD_S = 0.5
+CPU_QUEUE_MAX_S = 0.5
 """Work up to which a CPU instance takes a prompt: accelerators may be free again before it has computed a
 queue."""
 IN_TIME_SHARE = 0.8
@@ -76,7 +76,7 @@ def choose_overflow(
     best: tuple[float, str, V] | None = None
     for instance in instances:
         left_s = instance.ledger.remaining_s(now_s)
-        if left_s > AHEAD_S or instance.name in exclude:
+        if left_s > CPU_QUEUE_MAX_S or instance.name in exclude:
             continue
         end_s = now_s + left_s + instance.prefill_model.ttft_s(work.count_computed(instance.name))
         if end_s <= by_s and (best is None or (end_s, instance.name) < best[:2]):

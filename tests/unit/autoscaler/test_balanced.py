@@ -136,9 +136,10 @@ def make_need(**values: Any) -> Need:
 
 
 def test_each_ratio_of_a_split_compares_what_it_needs_with_what_it_has() -> None:
-    need = make_need(rates=Rates(requests=10, prefill=3, output_tokens=0, token_steps=0), queued_s=4.0)
+    rates = Rates(requests=10, prefill=3, output_tokens=1e9, token_steps=0)
+    need = make_need(rates=rates, queued_s=4.0, tokens=72_000, legs=12, full_decode_instances=1)
     score = score_split(2, 2, need, Slo(1.0, 0.1), horizon_s=0.0)
-    expected = {"prefill": 1.5, "TTFT": 2.3, "TPOT": 0.0, "KV cache": 0.0, "sequences": 0.0, "held": 0.0}
+    expected = {"prefill": 1.5, "TTFT": 2.3, "TPOT": 0.9, "KV cache": 0.4, "sequences": 0.3, "held": 0.5}
     assert score.ratios == pytest.approx(expected)
 
 
@@ -358,3 +359,19 @@ def test_decode_that_fills_beyond_the_forecast_raises_it() -> None:
     assert forecasts[2] is not None
     assert forecasts[2].output_tokens > 1.2 * forecasts[1].output_tokens
     assert forecasts[2].prefill == forecasts[1].prefill
+
+
+def test_decode_that_fills_while_nobody_looks_does_not_raise_the_forecast() -> None:
+    """The expected tokens are those of the last tick: after a pause they say nothing."""
+    state, forecasts = PolicyState(), []
+    for t, tokens, paused in ((0, 0, False), (1, 1_000, False), (2, 1_000, True), (4, 40_000, False)):
+        instances = (
+            prefill("p-0", 0.0, **MODELS),
+            decode("d-0", **{**MODELS, "tokens": tokens, "decode_legs": 10}),
+        )
+        observation = observe(t, *instances, steps=100_000.0)
+        state, decision = decide_on_tick(state, observation, balanced_rules(paused=paused), now_s=NOW_S + t)
+        forecasts.append(decision.forecast)
+    assert forecasts[1] is not None
+    assert forecasts[3] is not None
+    assert forecasts[3].output_tokens == pytest.approx(forecasts[1].output_tokens)

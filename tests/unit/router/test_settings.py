@@ -85,4 +85,4 @@ def test_a_configured_router_decides_by_the_settings() -> None:
     assert journeys.admission.tiers["premium"] == settings.tiers["premium"].admission
     assert list(journeys.tier_reserve.list_fractions(0.0)) == [("premium", 0.0, 0.25)]
     journeys.tier_reserve.record_arrival("premium", 0.0)
-    assert journeys.tier_reserve.find_kept_prefill("free", 0.0) == pytest.approx(0.25)
+    assert journeys.tier_reserve.find_kept_fraction("free", 0.0) == pytest.approx(0.25)

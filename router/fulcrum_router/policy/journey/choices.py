@@ -44,7 +44,6 @@ _ARRIVED, _WAITING, _FLIP_REQUESTED, _PREFILL, _DECODE_SENT, _ABORTING, _DONE = 
     State.DONE,
 )
 _SEND_PREFILL, _SEND_DECODE, _WAIT, _END = Action.SEND_PREFILL, Action.SEND_DECODE, Action.WAIT, Action.END
-_BEFORE_THE_ROOM = (_ARRIVED, _FLIP_REQUESTED)
 _ROLE_BOTH, _ROLE_PREFILL = Role.BOTH, Role.PREFILL
 _PREFILLED_HERE, _WITHIN_SLO, _OTHER_ROLE = (
     DispatchReason.PREFILLED_HERE,
@@ -78,7 +77,8 @@ class JourneyChoices(EligibleInstances[V]):
                 if full and len(full) == len(eligible):
                     return self._wait_for_prefill(now_s, rules, exclude, eligible)
                 if eligible and self._must_join_the_held(now_s):
-                    return self._join_room(now_s, eligible[0].prefill_model.ttft_s(self.work.least_computed))
+                    prefill_s = context.fleet.candidates.predict_prefill_s(self.work.least_computed)
+                    return self._join_room(now_s, prefill_s)
                 exclude += full
             decision = self._choose_prefill(now_s, rules, exclude)
             if context.deflects:
@@ -285,7 +285,7 @@ class JourneyChoices(EligibleInstances[V]):
             self._account.follow(self.decode_entry)
         if computes:
             self._context.prompts.record(tokens)
-            compute_s = instance.prefill_model.ttft_s(tokens)
+            compute_s = instance.prefill_model.ttft_s(work.count_computed(instance.name))
             self._local_entry = ledger.add_local_prefill(tokens=tokens, predicted_s=compute_s, now_s=now_s)
         self.decode_instance, self.decode_open, self.state = instance, True, _DECODE_SENT
         return _SEND_DECODE
@@ -313,7 +313,7 @@ class JourneyChoices(EligibleInstances[V]):
         Unless a flip would be of no use: the request waits for decode, or is hopeless.
         """
         context, room, work = self._context, self._context.waiting_room, self.work
-        own_s = eligible[0].prefill_model.ttft_s(work.least_computed)
+        own_s = context.fleet.candidates.predict_prefill_s(work.least_computed)
         is_useful = not room.is_held(work.priority) and not context.is_hopeless(
             work, own_s=own_s, eligible=len(eligible)
         )
@@ -335,9 +335,8 @@ class JourneyChoices(EligibleInstances[V]):
         """Wait; `prefill_s` is the work of prefill instances that the request brings."""
         if not self._is_judged and self._is_refused(now_s):
             return self._end(now_s, Action.FAIL)
-        context, tokens = self._context, self.work.least_computed
-        candidates = context.fleet.candidates
-        work_s = (candidates.prefill or candidates.decode)[0].prefill_model.ttft_s(tokens)
+        context = self._context
+        work_s = context.fleet.candidates.predict_prefill_s(self.work.least_computed)
         if not context.waiting_room.join(
             self, prefill_s=prefill_s, work_s=work_s, give_up_at_s=self._give_up_at_s
         ):

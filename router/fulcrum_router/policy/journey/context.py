@@ -301,7 +301,7 @@ class JourneyContext(Generic[V]):
         """Prefill work that waits and goes before a request, in seconds; `with_late`: late ones, too."""
         if with_late or not eligible:
             return self.waiting_room.find_backlog_s(work.priority, with_late=with_late)
-        own_s = eligible[0].prefill_model.ttft_s(work.least_computed)
+        own_s = self.fleet.candidates.predict_prefill_s(work.least_computed)
         return self.waiting_room.find_backlog_before_s(work.priority, work.tenant, work.tier, own_s)
 
     def _view_reserve(
@@ -319,19 +319,20 @@ class JourneyContext(Generic[V]):
         if reserve.is_empty or not decode:
             return 0.0
         if not reserve.lends(work.tier, now_s):  # then the time of the answer does not matter
-            return reserve.find_kept_prefill(work.tier, now_s)
+            return reserve.find_kept_fraction(work.tier, now_s)
         step_s = math.fsum(i.decode_model.itl_s(i.ledger.decode_tokens) for i in decode) / len(decode)
         capacity = sum(i.kv_capacity_tokens or 0 for i in decode)
         own, longest = work.context_tokens + work.choices * output_tokens, LENT_MARGIN * output_tokens
         if work.output_limit:
             longest = min(longest, work.output_limit)
 
-        def predict_held(after_s: float) -> float:
-            held = self.waiting_room.predict_held(RECLAIM_SHARE * after_s, step_s=step_s, now_s=now_s)
-            return (own + held) / capacity if capacity else math.inf
+        def predict_kv_in_use(after_s: float) -> float:
+            after_s *= RECLAIM_SHARE
+            tokens = self.waiting_room.predict_kv_in_use(after_s, step_s=step_s, now_s=now_s)
+            return (own + tokens) / capacity if capacity else math.inf
 
         return reserve.find_kept_decode(
-            work.tier, stay_s=longest * step_s, now_s=now_s, predict_held=predict_held
+            work.tier, stay_s=longest * step_s, now_s=now_s, predict_kv_in_use=predict_kv_in_use
         )
 
     def is_hopeless(self, work: Work, *, own_s: float, eligible: int) -> bool:

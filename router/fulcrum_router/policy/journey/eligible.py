@@ -37,8 +37,8 @@ class EligibleInstances(JourneyRecord[V]):
 
         These have enough work, or a prompt would queue in them that must not (`_find_crowded`).
 
-        Without a prefill instance those are the decode instances: what waits must not reach them at once. So
-        they are for a request without a prefill leg.
+        Without a serving prefill instance, and for a request without a prefill leg, the decode instances are
+        eligible. They get no more work than prefill instances would.
         """
         context = self._context
         candidates, ahead_s = context.fleet.candidates, context.waiting_room.prefill_ahead_s
@@ -221,12 +221,14 @@ class EligibleInstances(JourneyRecord[V]):
 
     def _find_deflection_of_waiting(self, now_s: float, eligible: list[V]) -> Deflection | None:
         """The same for a request that waits, for which no prefill instance has been chosen."""
+        if self._no_prefill_leg is not None:
+            return None
         work = self.work
         ends_s = min(
             i.ledger.remaining_s(now_s) + i.prefill_model.ttft_s(work.count_computed(i.name))
             for i in eligible
         )
-        return None if self._no_prefill_leg is not None else self._deflect_at_risk(now_s, ends_s)
+        return self._deflect_at_risk(now_s, ends_s)
 
     def _deflect_at_risk(self, now_s: float, prefill_s: float) -> Deflection | None:
         """Find a decode instance unless a prefill instance ends the prompt well in time, in `prefill_s`."""

@@ -39,7 +39,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from fulcrum_core.values import AdmissionMode, OverloadAction, Role
-from fulcrum_router.policy.dispatch import KV_FULL
+from fulcrum_router.policy.dispatch import KV_ENGINE_FULL
 from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.kv_pairs.pair_record import TransferDelay
 from fulcrum_router.policy.starts import ComingInstance
@@ -394,7 +394,7 @@ def _find_limit(instance: InstanceRecord, tpot_s: float, kv_share: float | None)
     capacity = instance.kv_capacity_tokens or math.inf
     if kv_share is not None:
         return min(TOKEN_SHARE * step, kv_share * capacity)
-    return min(step, KV_FULL * capacity)
+    return min(step, KV_ENGINE_FULL * capacity)
 
 
 def _predict_stay(stay_s: float, after_s: float) -> float:

@@ -12,10 +12,10 @@ no request for `IDLE_S`. But in as many instances as are lent, no prompt waits b
 than `SPARE_S`. So when the tier returns, its first prompt waits for one other and `SPARE_S` at most, as far
 as predictions are right. In decode, the lower tiers leave at least the fraction of the KV cache free
 (`decode_share`). An answer that runs cannot be interrupted: so there the idle reserve is lent to answers that
-are expected to end within `Reserve.reclaim_within_s`. It is lent to longer ones as far as it is free again by
-then without them: with E the expected tokens of an answer
+are expected to end within `Reserve.reclaim_within_s`, W. It is lent to a longer one if the answers that still
+run after 0.8·W, this one included, fit beside the reserves: with E the expected tokens of an answer
 
-    Σ E(answers that end later than now + reclaim_within_s)  ≤  KV cache − all reserves that are due by then
+    Σ E(answers that end later than now + 0.8·W)  ≤  KV cache − all reserves that are due by then
 
 holds when one is sent, and then until another is sent, since the sum only falls as time passes. So whenever
 the tier returns, its reserve is free within that time, as far as answers are no longer than expected.
@@ -99,8 +99,8 @@ class TierReserve:
     def _is_used(self, tier: str, now_s: float) -> bool:
         return self._last_arrival_s.get(tier, -math.inf) >= now_s - IDLE_S
 
-    def find_kept_prefill(self, tier: str, now_s: float) -> float:
-        """The fraction of prefill that other tiers than this one have reserved and do not lend now."""
+    def find_kept_fraction(self, tier: str, now_s: float) -> float:
+        """The fraction that other tiers than this one have reserved and do not lend now."""
         used = [
             r.fraction for other, r in self._reserves.items() if other != tier and self._is_used(other, now_s)
         ]
@@ -111,11 +111,11 @@ class TierReserve:
         return any(other != tier and not self._is_used(other, now_s) for other in self._reserves)
 
     def find_kept_decode(
-        self, tier: str, *, stay_s: float, now_s: float, predict_held: Callable[[float], float]
+        self, tier: str, *, stay_s: float, now_s: float, predict_kv_in_use: Callable[[float], float]
     ) -> float:
         """The fraction of decode that others do not lend to an answer that is expected to take `stay_s`.
 
-        `predict_held` returns the share of decode that is still in use after a time, with this answer.
+        `predict_kv_in_use` returns the share of decode that is still in use after a time, with this answer.
         """
         return math.fsum(
             reserve.fraction
@@ -125,7 +125,7 @@ class TierReserve:
                 self._is_used(other, now_s)
                 or (
                     stay_s > (within_s := reserve.reclaim_within_s)
-                    and predict_held(within_s) > 1.0 - self._sum_due(within_s)
+                    and predict_kv_in_use(within_s) > 1.0 - self._sum_due(within_s)
                 )
             )
         )
@@ -148,22 +148,21 @@ class TierReserve:
         """The prefill instances that the reserves of others leave to a prompt of a tier.
 
         Reserved are those that compute for a tier with a reserve, and then those with the least work. A
-        prompt that leaves an idle instance spare may use all.
+        prompt that leaves an idle instance spare may use it.
         """
-        if instances[0].prefill_model.ttft_s(tokens) <= SPARE_S:
-            return instances
-        wanted = _count_kept(self.find_kept_prefill(tier, now_s), len(instances))
+        wanted = _count_kept(self.find_kept_fraction(tier, now_s), len(instances))
         if not wanted:
             return instances
         in_order = sorted(
             instances, key=lambda i: (i.name not in self._computing, i.ledger.remaining_s(now_s))
         )
-        return tuple(in_order[wanted:])
+        reserved = {i.name for i in in_order[:wanted] if i.prefill_model.ttft_s(tokens) > SPARE_S}
+        return tuple(i for i in in_order if i.name not in reserved) if reserved else instances
 
     def list_kept(self, instances: Sequence[V], tier: str, *, tokens: int, now_s: float) -> tuple[str, ...]:
         """Names of those prefill instances, of `instances`, that a prompt of `tokens` must leave to other
         tiers."""
-        fraction = self.find_kept_prefill(tier, now_s)
+        fraction = self.find_kept_fraction(tier, now_s)
         if not fraction:
             return ()
         in_use = sum(instance.name in self._computing for instance in instances)

@@ -101,7 +101,7 @@ class TokenAccount:
         output = self._output if entry is None else self._output + entry.output_tokens
         return prompt_weight * self._prompt + output_weight * (output if output > expected else expected)
 
-    def predict_held(self, output_tokens: float) -> float:
+    def predict_kv_in_use(self, output_tokens: float) -> float:
         """Predict the KV tokens that the request holds when its answer could have so many tokens more.
 
         An answer that is longer than expected is not expected to end: nothing says when it will.

@@ -23,14 +23,15 @@ from fulcrum_router.policy.waiting.line import WaitingRequest
 from fulcrum_router.policy.waiting.waiter import LeaveResult, Waiter
 
 MAX_REQUESTS = 10_000
-"""Requests that wait at most; the next one is refused. Their bodies count in `http1.limits`."""
+"""Requests that wait at most; then the newcomer, or one of the lowest level, gives way. Their bodies count in
+`http1.limits`."""
 
 MAX_EXCLUSIONS = 16
 """Different exclusions of the requests that wait; more share one, and are blocked together with its first."""
 MAX_GIVE_UPS = 200
 """Requests that give up in one tick at most, so that a tick stays short; ten ticks a second."""
-HELD_FOR_S = 0.1
-"""Time for which a count of `WaitingRoom.predict_held` is used, in seconds."""
+COUNT_VALID_S = 0.1
+"""Time for which a count of `WaitingRoom.predict_kv_in_use` is used, in seconds."""
 _GONE_MAX = 64
 """Requests that have left and are still in the heap of `_give_ups`, besides as many as those that wait."""
 
@@ -45,12 +46,12 @@ class WaitingRoom:
 
     __slots__ = (
         "_again",
+        "_count_valid_until_s",
         "_departed_s",
         "_exclusions",
         "_give_ups",
-        "_held_after_s",
-        "_held_until_s",
         "_is_busy",
+        "_kv_in_use_after_s",
         "_levels",
         "_levels_in_order",
         "_max_requests",
@@ -81,9 +82,9 @@ class WaitingRoom:
         """Weights of the tiers in their levels, where they are not 1."""
         self.open_charges: dict[Charge, None] = {}
         """Charges of the requests in flight."""
-        self._held_after_s: dict[float, float] = {}
-        """KV tokens that were counted for `predict_held`, by the time after which they are held."""
-        self._held_until_s = -math.inf
+        self._kv_in_use_after_s: dict[float, float] = {}
+        """KV tokens that were counted for `predict_kv_in_use`, by the time after which they are in use."""
+        self._count_valid_until_s = -math.inf
         """When they are counted again."""
         self._sent_tokens = 0.0
         """Expected tokens of the requests that were sent since."""
@@ -269,20 +270,20 @@ class WaitingRoom:
         self.open_charges.pop(charge, None)
         charge.settle(used)
 
-    def predict_held(self, after_s: float, *, step_s: float, now_s: float) -> float:
+    def predict_kv_in_use(self, after_s: float, *, step_s: float, now_s: float) -> float:
         """Predict the KV tokens that the requests in flight still hold after a time, at the time of a step.
 
         Counted ten times a second: what is sent meanwhile counts in full.
         """
-        if now_s >= self._held_until_s:
-            self._held_until_s, self._sent_tokens = now_s + HELD_FOR_S, 0.0
-            self._held_after_s.clear()
-        held = self._held_after_s.get(after_s)
-        if held is None:
+        if now_s >= self._count_valid_until_s:
+            self._count_valid_until_s, self._sent_tokens = now_s + COUNT_VALID_S, 0.0
+            self._kv_in_use_after_s.clear()
+        tokens = self._kv_in_use_after_s.get(after_s)
+        if tokens is None:
             steps = after_s / step_s if step_s else math.inf
-            held = math.fsum(charge.account.predict_held(steps) for charge in self.open_charges)
-            self._held_after_s[after_s] = held = held - self._sent_tokens
-        return held + self._sent_tokens
+            tokens = math.fsum(charge.account.predict_kv_in_use(steps) for charge in self.open_charges)
+            self._kv_in_use_after_s[after_s] = tokens = tokens - self._sent_tokens
+        return tokens + self._sent_tokens
 
     def _let_leave(self, now_s: float) -> None:
         leaving = LeavingRound()

@@ -77,3 +77,13 @@ def test_an_unknown_identity_reads_and_is_read_by_all() -> None:
     )
     assert names == ({"d1", "d2", "d3"}, {"d1", "d2"})
     assert [i.name for i in candidates.prefill] == ["p1", "p2"]
+
+
+def test_the_time_of_a_prompt_is_that_of_all_pools_together() -> None:
+    """Two instances of 1,000 tokens/s and two of 250: each of four like them needs 1.6 s, not 1 or 4."""
+    slow = replace(PREFILL, c1=4e-3)
+    fleet = [instance(f"p{n}", prefill=PREFILL if n < 2 else slow) for n in range(4)]
+    for number, one in enumerate(fleet):
+        one.pool = "fast" if number < 2 else "slow"
+    found = [Candidates(order).predict_prefill_s(1_000) for order in (fleet, fleet[::-1], fleet[:2], [])]
+    assert found == pytest.approx([1.6, 1.6, 1.0, 0.0])

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from fulcrum_core.deflection import STALL_MAX, TPOT_SHARE
+from fulcrum_core.deflection import MIXED_FACTOR, TPOT_SHARE, find_longest_prompt_s
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.values import AdmissionMode, Role
 from fulcrum_router.policy import TransferPairs
-from fulcrum_router.policy.deflection import AHEAD_S, MIXED_FACTOR, choose_deflection
+from fulcrum_router.policy.deflection import CAUGHT_UP_WITHIN_S, choose_deflection
 from fulcrum_router.policy.dispatch import FlipProposalRules
 from fulcrum_router.policy.faults.failures import Failure
 from fulcrum_router.policy.instance_record import InstanceRecord
@@ -76,7 +76,9 @@ def test_the_instance_that_catches_up_first_gets_the_prompt(
         pytest.param(TOKENS, decode_instance(decoding=3_000), id="no time to spare"),
         pytest.param(TOKENS, decode_instance(reserved=3_000), id="prompts on their way leave none"),
         pytest.param(TOKENS, decode_instance(decoding=850, capacity=1_000), id="no room in the KV cache"),
-        pytest.param(TOKENS, decode_instance(caught_up_at_s=AHEAD_S + 0.1), id="has not caught up"),
+        pytest.param(
+            TOKENS, decode_instance(caught_up_at_s=CAUGHT_UP_WITHIN_S + 0.1), id="has not caught up"
+        ),
         pytest.param(TOKENS, decode_instance(local_s=0.95), id="behind other prompts it would be late"),
         pytest.param(TOKENS, decode_instance(role=Role.BOTH), id="role Both computes prompts anyway"),
         pytest.param(
@@ -92,7 +94,8 @@ def test_an_instance_that_cannot_spare_the_time_gets_no_prompt(tokens: int, made
 def test_a_stall_has_a_longest_time_however_much_the_answers_bear(
     *, seconds_less: float, found: bool
 ) -> None:
-    tokens = int(1_000 * (STALL_MAX * SLO.tpot_s / MIXED_FACTOR - seconds_less))
+    longest_s = find_longest_prompt_s(tpot_s=SLO.tpot_s, output_tokens=5_000.0)  # what `balanced` counts on
+    tokens = int(1_000 * (longest_s - seconds_less))
     chosen = choose_deflection([decode_instance()], work(tokens), now_s=0.0, by_s=10.0, output_tokens=5_000.0)
     assert (chosen is not None) is found
 

@@ -252,6 +252,14 @@ def test_no_flip_to_decode_is_proposed_during_the_cooldown() -> None:
     )
 
 
+def test_each_choice_of_a_request_counts_in_the_steps_of_decode() -> None:
+    candidates = Candidates([instance("d1")])
+    reasons = [
+        getattr(choose_decode(candidates, work(1_000, choices=n), now_s=0.0), "reason", None) for n in (1, 8)
+    ]
+    assert reasons == [DispatchReason.WITHIN_SLO, DispatchReason.LEAST_COST]
+
+
 def test_decode_stays_on_a_prefill_instance_that_has_become_a_decode_instance() -> None:
     flipped = instance("p1", role=Role.DECODE, decoding=9000)
     chosen = choose_decode(Candidates([flipped, instance("d1")]), work(100), now_s=0.0, prefilled_on=flipped)

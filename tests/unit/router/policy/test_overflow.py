@@ -14,7 +14,7 @@ from fulcrum_router.policy.dispatch import DispatchReason
 from fulcrum_router.policy.faults.failures import Failure
 from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.journey import Action, Journey, JourneyContext, LocalPrefillReason
-from fulcrum_router.policy.overflow import AHEAD_S, IN_TIME_SHARE, LONG_PROMPT_TOKENS, choose_overflow
+from fulcrum_router.policy.overflow import CPU_QUEUE_MAX_S, IN_TIME_SHARE, LONG_PROMPT_TOKENS, choose_overflow
 from tests.unit.router.builders import IDENTITY, SLO, FakeFleet, instance, work
 
 LONG = LONG_PROMPT_TOKENS + 1_000
@@ -84,7 +84,7 @@ def test_no_prompt_that_accelerators_end_in_time_goes_to_a_cpu_nor_one_that_it_e
     )
     if chosen is not None:
         assert ends_at_s + start_s > SLO.ttft_s
-        assert queued_s <= AHEAD_S
+        assert queued_s <= CPU_QUEUE_MAX_S
         assert queued_s + CPU.ttft_s(tokens) <= IN_TIME_SHARE * (SLO.ttft_s - start_s)
 
 

@@ -469,7 +469,7 @@ def test_a_refused_request_is_no_demand_allows_no_retry_and_takes_no_reserve_bac
     context = make_context(mode, queued_s=5.0)
     context.tier_reserve.set_reserves({"gold": Reserve(0.5)})
     Journey(context, work(100, tier="gold")).begin(0.0)
-    kept = context.tier_reserve.find_kept_prefill("free", 0.0)
+    kept = context.tier_reserve.find_kept_fraction("free", 0.0)
     counted = context.demand.snapshot().requests, context.retry_budget.requests, kept
     assert counted == (requests, requests, 0.5 * requests)
 

@@ -1,5 +1,7 @@
 """The reserve of a tier: instances that are kept ready for it, and when others may use them."""
 
+from dataclasses import replace
+
 import pytest
 
 from fulcrum_core.values import Role
@@ -8,7 +10,7 @@ from fulcrum_router.policy.journey import Action, Journey, JourneyContext
 from fulcrum_router.policy.kv_pairs.pairs import TransferPairs
 from fulcrum_router.policy.tiers.tier_reserve import IDLE_S, Reserve, TierReserve
 from fulcrum_router.policy.waiting.waiter import LeaveResult
-from tests.unit.router.builders import FakeFleet, instance, work
+from tests.unit.router.builders import PREFILL, FakeFleet, instance, work
 
 LONG, SHORT = 500, 50
 """Tokens of prompts that take 0.5 and 0.05 s."""
@@ -112,7 +114,8 @@ def test_the_idle_reserve_of_decode_is_lent_as_far_as_it_is_free_again_in_time(
     for name in ("gold", "silver"):
         reserve.record_arrival(name, 0.0)
     assert (
-        reserve.find_kept_decode(tier, stay_s=stay_s, now_s=now_s, predict_held=lambda _after_s: held) == kept
+        reserve.find_kept_decode(tier, stay_s=stay_s, now_s=now_s, predict_kv_in_use=lambda _after_s: held)
+        == kept
     )
 
 
@@ -156,6 +159,16 @@ def test_for_admission_an_instance_that_computes_for_the_tier_is_its_reserve() -
     reserve.begin("gold", "p3")
     found = reserve.list_left(tuple(instances), "free", tokens=LONG, now_s=0.0)
     assert sorted(one.name for one in found) == ["p0", "p1", "p2"]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_for_admission_a_prompt_is_short_where_the_hardware_is_fast(*, reverse: bool) -> None:
+    instances = four_instances(0, 0, 2, 3)
+    instances[0].prefill_model = replace(PREFILL, c1=10 * PREFILL.c1)
+    found = reserve_of(gold=0.5).list_left(
+        tuple(instances[::-1] if reverse else instances), "free", tokens=SHORT, now_s=0.0
+    )
+    assert sorted(one.name for one in found) == ["p1", "p2", "p3"]
 
 
 def test_an_instance_that_computes_for_the_tier_is_its_reserve() -> None:
