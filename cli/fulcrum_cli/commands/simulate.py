@@ -19,6 +19,7 @@ from fulcrum_cli.simulation.progress import show_progress
 from fulcrum_cli.simulation.report_text import format_comparison, format_report, format_spread
 from fulcrum_cli.web.recording import write_states
 from fulcrum_core.errors import InvalidInput
+from fulcrum_simulator.fleet.load import RecordedLoad
 from fulcrum_simulator.fleet.policy_runs import OnRun, PolicyRuns, SeedRun, pick_best, run_policy
 
 
@@ -32,7 +33,7 @@ def run(options: SimulateOptions) -> None:
     for each in runs:
         print("\n".join((_describe_run(each.runs[0], options), *format_spread(each.runs))))
     if len(runs) > 1:
-        print("\n".join(("", *format_comparison(runs))))
+        print("\n".join(("", *format_comparison([c.name for c in options.compared], runs))))
     if options.json is not None:
         reports = [_dump(*named, options) for named in zip(options.compared, runs, strict=True)]
         _write(options.json, {"runs": reports, "wall_s": time.monotonic() - started_s})
@@ -79,7 +80,9 @@ def _describe_run(run: SeedRun, options: SimulateOptions) -> str:
 def _dump(compared: ComparedPolicy, runs: PolicyRuns, options: SimulateOptions) -> dict[str, Any]:
     """Return the report of the first seed with the figures of all seeds."""
     first = runs.runs[0]
-    report = {"compared": compared.name, "load": options.load.name, **first.report}
+    speed = options.load.speed if isinstance(options.load, RecordedLoad) else 1.0
+    load = {"load": options.load.name, "scale": options.load.scale, "speed": speed}
+    report = {"compared": compared.name, **load, **first.report}
     if options.find_rate_share is not None:
         report |= {"factor": first.factor, "trials": first.trials, "around": first.around}
     seeds = [

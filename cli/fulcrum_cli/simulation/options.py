@@ -12,7 +12,7 @@ from fulcrum_cli.option_values import check_writable, parse_duration_s
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import EngineProfile, load_profile
 from fulcrum_core.values import Slo
-from fulcrum_simulator.fleet.load import ComposedLoad, Load, RecordedLoad, leave_out_overlong
+from fulcrum_simulator.fleet.load import ComposedLoad, RecordedLoad, leave_out_overlong
 from fulcrum_simulator.fleet.options import (
     BEST_STATIC,
     ControlOptions,
@@ -69,7 +69,7 @@ class SimulateOptions:
 
     run: RunOptions
     compared: tuple[ComparedPolicy, ...]
-    load: Load
+    load: RecordedLoad | ComposedLoad
     overlong: OverlongRequests | None
     find_rate_share: float | None
     check_rates: bool
@@ -118,7 +118,9 @@ def parse_options(**arguments: Unpack[SimulateArguments]) -> SimulateOptions:
     )
 
 
-def _parse_load(arguments: SimulateArguments, profile: EngineProfile) -> tuple[Load, OverlongRequests | None]:
+def _parse_load(
+    arguments: SimulateArguments, profile: EngineProfile
+) -> tuple[RecordedLoad | ComposedLoad, OverlongRequests | None]:
     """Read the trace, or find the composed workload."""
     trace, name = arguments["trace"], arguments["load"]
     if (trace is None) == (name is None):
@@ -139,7 +141,7 @@ def _parse_load(arguments: SimulateArguments, profile: EngineProfile) -> tuple[L
 
 
 def _check_prefix_caches(
-    arguments: SimulateArguments, compared: tuple[ComparedPolicy, ...], load: Load
+    arguments: SimulateArguments, compared: tuple[ComparedPolicy, ...], load: RecordedLoad | ComposedLoad
 ) -> None:
     """Reject prefix caches without block ids, and policies that need prefix caches."""
     if not arguments["prefix_caches"]:

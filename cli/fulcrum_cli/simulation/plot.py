@@ -8,9 +8,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from fulcrum_core.api.meta import format_duration
 from fulcrum_core.errors import InvalidInput
 from fulcrum_simulator.fleet.run import RunResult
-from fulcrum_simulator.fleet.timeline import attainment_over_time, thin_out
+from fulcrum_simulator.fleet.timeline import Sample, attainment_over_time, thin_out
 
 POINTS_MAX = 1_000
 WINDOWS = 60
@@ -30,8 +31,9 @@ def write_plot(path: Path, title: str, results: Sequence[RunResult]) -> None:
     Raises:
         InvalidInput: if the file cannot be written.
     """
+    queue_max = max((max(s.waiting, s.decode_legs) for result in results for s in result.samples), default=0)
     figures = [
-        _build_figure(result).to_html(full_html=False, include_plotlyjs=number == 0)
+        _build_figure(result, queue_max).to_html(full_html=False, include_plotlyjs=number == 0)
         for number, result in enumerate(results)
     ]
     page = _PAGE.format(title=escape(title), figures="\n".join(figures))
@@ -41,48 +43,69 @@ def write_plot(path: Path, title: str, results: Sequence[RunResult]) -> None:
         raise InvalidInput("--plot", path, f"cannot be written: {error.strerror}") from error
 
 
-def _build_figure(result: RunResult) -> Any:
+def _build_figure(result: RunResult, queue_max: int) -> Any:
     from plotly.subplots import make_subplots
 
-    titles = ("instances", "queued prefill, s · decode requests", "KV use, %", "SLO attainment, %")
-    figure = make_subplots(rows=4, cols=1, shared_xaxes=True, vertical_spacing=0.04, subplot_titles=titles)
+    titles = ("instances", "requests", "prefill work in instances, s", "KV use, %", "SLO attainment, %")
+    figure = make_subplots(rows=5, cols=1, shared_xaxes=True, vertical_spacing=0.04, subplot_titles=titles)
     samples = thin_out(result.samples, POINTS_MAX)
     times = [sample.at_s for sample in samples]
-    _add_roles(figure, times, [s.prefill_instances for s in samples], [s.decode_instances for s in samples])
-    queues = (
-        ("queued prefill, s", [s.prefill_queued_s for s in samples], PREFILL_COLOUR),
-        ("decode requests", [s.decode_legs for s in samples], DECODE_COLOUR),
+    _add_roles(figure, times, samples)
+    lines = (
+        (2, "waiting in the router", [s.waiting for s in samples], PREFILL_COLOUR),
+        (2, "in decode", [s.decode_legs for s in samples], DECODE_COLOUR),
+        (3, "prefill work", [s.prefill_queued_s for s in samples], PREFILL_COLOUR),
+        (4, "KV use", [100 * s.kv_usage for s in samples], OTHER_COLOUR),
     )
-    for name, values, colour in queues:
-        _add_line(figure, 2, times, values, name=name, colour=colour)
-    _add_line(figure, 3, times, [100 * s.kv_usage for s in samples], name="KV use", colour=OTHER_COLOUR)
+    for row, name, values, colour in lines:
+        _add_line(figure, row, times, values, name=name, colour=colour)
     windows = attainment_over_time(result.records, result.options.slo, WINDOWS)
     figure.add_scatter(
         x=[at_s for at_s, _ in windows],
-        y=[100 * share for _, share in windows],
+        y=[None if share is None else 100 * share for _, share in windows],
         name="SLO attainment",
         mode="markers+lines",
         line={"color": OTHER_COLOUR},
-        row=4,
+        row=5,
         col=1,
     )
-    figure.update_layout(title=str(result.options.policy), height=760, hovermode="x unified")
-    figure.update_xaxes(title_text="s", row=4, col=1)
+    legend = {"orientation": "h", "y": -0.08}
+    figure.update_layout(title=_describe(result), height=900, hovermode="x unified", legend=legend)
+    figure.update_xaxes(title_text="s", row=5, col=1)
+    highest = len(result.first_roles), queue_max, None, 105, 105
+    for row, value in enumerate(highest, start=1):
+        figure.update_yaxes(range=[0, value] if value else None, rangemode="tozero", row=row, col=1)
     return figure
 
 
-def _add_roles(figure: Any, times: list[float], prefill: list[int], decode: list[int]) -> None:
-    """Stack the instances of both roles."""
-    for name, counts, colour in (("prefill", prefill, PREFILL_COLOUR), ("decode", decode, DECODE_COLOUR)):
-        figure.add_scatter(
-            x=times,
-            y=counts,
-            name=f"{name} instances",
-            stackgroup="roles",
-            line={"shape": "hv", "color": colour, "width": 0.5},
-            row=1,
-            col=1,
-        )
+def _describe(result: RunResult) -> str:
+    options, scored = result.options, result.scored
+    met = sum(record.meets(options.slo) for record in scored)
+    span_s = result.last_arrival_s - result.first_scored_s
+    objectives = f"TTFT {format_duration(options.slo.ttft_s)}, TPOT {format_duration(options.slo.tpot_s)}"
+    rate = f", {len(scored) / span_s:.2f} requests/s" if span_s else ""
+    attainment = f"{100 * met / len(scored):.1f} %" if scored else "none"
+    return f"{options.policy}{rate}, seed {options.seed}: SLO attainment {attainment} ({objectives})"
+
+
+def _add_roles(figure: Any, times: list[float], samples: Sequence[Sample]) -> None:
+    """Stack the instances of all roles that occur."""
+    roles = (
+        ("prefill", [sample.prefill_instances for sample in samples], PREFILL_COLOUR),
+        ("decode", [sample.decode_instances for sample in samples], DECODE_COLOUR),
+        ("prefill and decode", [sample.both_instances for sample in samples], OTHER_COLOUR),
+    )
+    for name, counts, colour in roles:
+        if any(counts):
+            figure.add_scatter(
+                x=times,
+                y=counts,
+                name=f"{name} instances",
+                stackgroup="roles",
+                line={"shape": "hv", "color": colour, "width": 0.5},
+                row=1,
+                col=1,
+            )
 
 
 def _add_line(

@@ -9,6 +9,7 @@ from typing import Any
 
 from fulcrum_cli.terminal.output import format_columns
 from fulcrum_core.api.meta import format_duration
+from fulcrum_simulator.fleet.options import BEST_STATIC
 from fulcrum_simulator.fleet.policy_runs import PolicyRuns, SeedRun
 
 
@@ -19,8 +20,9 @@ def format_report(report: dict[str, Any]) -> str:
     stages, instance_time = report["request_time_s"], report["instance_time"]
     lines = (
         f"{report['policy']} on {report['instances']} x {report['profile']}, seed {report['seed']}",
-        f"  SLO attainment   {_percent(report['attainment'])} of {requests['scored']:,} offered requests "
-        f"(TTFT {format_duration(slo['ttft_s'])}, TPOT {format_duration(slo['tpot_s'])}); "
+        f"  SLO attainment   {_percent(report['attainment'])} of {requests['scored']:,} scored requests of "
+        f"{requests['offered']:,} offered (TTFT {format_duration(slo['ttft_s'])}, "
+        f"TPOT {format_duration(slo['tpot_s'])}); "
         f"{_percent(report['attainment_by_arrow'])} by Arrow's definitions",
         *(
             f"  tier {tier:<11} {_percent(found['attainment'])} of {found['scored']:,}, "
@@ -39,11 +41,16 @@ def format_report(report: dict[str, Any]) -> str:
         f"  flips            {flips['count']} ({flips['to_prefill']} to prefill, "
         f"{flips['to_decode']} to decode), {flips['refused']} refused, "
         f"{flips['requests']} requested by the router",
-        "  a request's time "
-        + ", ".join(f"{name.replace('_', ' ')} {_time(s)}" for name, s in stages.items()),
+        f"  a request's time {_stages(stages)}",
+        f"  no prefill leg   {requests['without_prefill_leg']:,} of {requests['ok']:,} ok, not in the line "
+        f"above: {_stages(report['request_time_without_prefill_leg_s'])}",
         "  instances' time  " + ", ".join(f"{name} {_percent(s)}" for name, s in instance_time.items()),
     )
     return "\n".join(lines)
+
+
+def _stages(stages: dict[str, float | None]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {_time(seconds)}" for name, seconds in stages.items())
 
 
 def _latencies(summary: dict[str, float | None]) -> str:
@@ -77,16 +84,19 @@ def format_spread(runs: Sequence[SeedRun]) -> list[str]:
     ]
 
 
-def format_comparison(compared: Sequence[PolicyRuns]) -> list[str]:
-    """Return a table with a line for each policy: the median of its seeds, and their range in brackets."""
+def format_comparison(names: Sequence[str], compared: Sequence[PolicyRuns]) -> list[str]:
+    """Return a table with a line for each policy: the median of its seeds, and their range in brackets.
+
+    `names`: by which names they were asked for.
+    """
     header = ("POLICY", "OFFERED/S", "SLO %", "TOKENS %", "GOODPUT/S", "FLIPS", "TTFT P90 s", "TPOT P90 ms")
-    return format_columns(header, *(_format_row(runs) for runs in compared))
+    return format_columns(header, *map(_format_row, names, compared))
 
 
-def _format_row(runs: PolicyRuns) -> tuple[str, ...]:
+def _format_row(name: str, runs: PolicyRuns) -> tuple[str, ...]:
     reports = [run.report for run in runs.runs]
     return (
-        str(runs.policy),
+        f"{runs.policy} ({name})" if name.startswith(BEST_STATIC) else str(runs.policy),
         _range([each["goodput"]["offered_requests_per_s"] for each in reports], 2),
         _range([_times(100, each["attainment"]) for each in reports], 1),
         _range([_times(100, each["goodput"]["token_share"]) for each in reports], 1),

@@ -80,8 +80,8 @@ class SimulatedInstance:
         self.on_tokens: Callable[[int], None] = lambda _count: None
         """Adds so many tokens to each request that shares the count of the ledger."""
         self._options, self._events, self._peers, self._rng = options, events, peers, rng
-        self._busy_s = [0.0, 0.0]
-        self._preemptions = 0
+        self._busy_s, self._preemptions, self._down_s, self._failed_at_s = (0.0, 0.0), 0, 0.0, 0.0
+        """Until the last failure of the engine."""
         self._start_engine()
 
     def _start_engine(self) -> None:
@@ -110,13 +110,20 @@ class SimulatedInstance:
     @property
     def busy_s(self) -> tuple[float, float]:
         """Time of steps with a prompt chunk and of all other steps, since the start of the run."""
-        prefill_s, decode_s = self._busy_s
-        return prefill_s + self.steps.prefill_busy_s, decode_s + self.steps.decode_busy_s
+        if not self.alive:
+            return self._busy_s
+        prefill_s, decode_s = self.steps.measure_busy_s(self._events.now_s)
+        return self._busy_s[0] + prefill_s, self._busy_s[1] + decode_s
+
+    @property
+    def down_s(self) -> float:
+        """Time without an engine, since the start of the run."""
+        return self._down_s + (0.0 if self.alive else self._events.now_s - self._failed_at_s)
 
     @property
     def preemptions(self) -> int:
         """Requests that an engine preempted, since the start of the run."""
-        return self._preemptions + self.engine.stats.preemptions
+        return self._preemptions + (self.engine.stats.preemptions if self.alive else 0)
 
     @property
     def kv_capacity_tokens(self) -> int:
@@ -196,6 +203,8 @@ class SimulatedInstance:
         """End the engine's process: all legs end; a new engine starts after a time."""
         if not self.alive:
             return
+        self.advance()
+        self._busy_s, self._preemptions, self._failed_at_s = self.busy_s, self.preemptions, self._events.now_s
         self.alive = False
         self.steps.truncate()
         del self._peers[self.engine.engine_id]
@@ -208,7 +217,7 @@ class SimulatedInstance:
         self._events.schedule(self._events.now_s + restart_after_s, self._restart)
 
     def _restart(self) -> None:
-        self._busy_s, self._preemptions = list(self.busy_s), self.preemptions
+        self._down_s = self.down_s
         self.restarts += 1
         self._start_engine()
         self.on_restart()

@@ -6,6 +6,7 @@ To keep it means that the required share of the requests meets it.
 one `run.simulate` each; the search is `rate_search`'s.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -51,6 +52,12 @@ class SeedRun:
         return self.report["attainment"] or 0.0
 
     @property
+    def ttft_p90_s(self) -> float:
+        """90th percentile of the TTFT; infinite without a first token."""
+        found = self.report["ttft_s"]["p90"]
+        return math.inf if found is None else found
+
+    @property
     def rate_rps(self) -> float:
         """Requests per second that were offered; 0 if no rate has the required attainment."""
         return 0.0 if self.factor is None else self.report["goodput"]["offered_requests_per_s"] or 0.0
@@ -69,9 +76,10 @@ class PolicyRuns:
     runs: tuple[SeedRun, ...]
 
     @property
-    def rank(self) -> tuple[float, float]:
-        """Order of policies: mean factor of the rate, then mean attainment."""
-        return fmean(run.factor or 0.0 for run in self.runs), fmean(run.attainment for run in self.runs)
+    def rank(self) -> tuple[float, ...]:
+        """Order of policies: mean factor of the rate, then mean attainment, then a short TTFT."""
+        columns = [(run.factor or 0.0, run.attainment, -run.ttft_p90_s) for run in self.runs]
+        return tuple(fmean(column) for column in zip(*columns, strict=True))
 
 
 def run_policy(

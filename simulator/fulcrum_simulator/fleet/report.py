@@ -7,6 +7,7 @@ of the run are served but not scored. `policy_runs` builds one for each run; `fu
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from fulcrum_simulator.fleet.records import RequestResult
@@ -24,6 +25,8 @@ def build_report(result: RunResult) -> dict[str, Any]:
         "instances": options.instances,
         "profile": options.profile.name,
         "seed": options.seed,
+        "control": asdict(options.control),
+        "prefix_caches": options.prefix_caches,
         "slo": {"ttft_s": options.slo.ttft_s, "tpot_s": options.slo.tpot_s},
         "requests": _count_requests(result.records, scored),
         "attainment": _share(len(met), len(scored)),
@@ -36,6 +39,7 @@ def build_report(result: RunResult) -> dict[str, Any]:
         "tpot_by_arrow_s": _summarize(r.arrow_tpot_s for r in scored),
         "flips": _describe_flips(result),
         "request_time_s": _split_request_time(scored),
+        "request_time_without_prefill_leg_s": _split_time_without_prefill_leg(scored),
         "instance_time": _split_instance_time(result),
         "engine_failures": result.engine_failures,
         "failed_transfers": result.failed_transfers,
@@ -52,6 +56,7 @@ def _count_requests(records: Sequence[RequestResult], scored: Sequence[RequestRe
         "scored": len(scored),
         **{outcome.value: outcomes[outcome] for outcome in Outcome},
         "unfinished": outcomes[None],
+        "without_prefill_leg": sum(r.outcome is Outcome.OK and r.prefill_end_s is None for r in scored),
     }
 
 
@@ -117,15 +122,27 @@ def _split_request_time(scored: Sequence[RequestResult]) -> dict[str, float | No
     return dict(zip(names, means, strict=True))
 
 
-def _split_instance_time(result: RunResult) -> dict[str, float | None]:
-    """Split the time of all instances: steps with a prompt chunk, other steps, idle."""
-    total_s = result.end_s * (result.options.instances + result.options.cpu_instances)
-    prefill, decode = (_share(busy_s, total_s) for busy_s in result.busy_s)
+def _split_time_without_prefill_leg(scored: Sequence[RequestResult]) -> dict[str, float | None]:
+    """The same for those whose prompt the instance computed that decoded."""
+    stages = [
+        (r.ttft_s, r.last_token_s - r.first_token_s)
+        for r in scored
+        if r.outcome is Outcome.OK and r.prefill_end_s is None and r.first_token_s and r.last_token_s
+    ]
     return {
-        "prefill": prefill,
-        "decode": decode,
-        "idle": None if prefill is None or decode is None else max(0.0, 1 - prefill - decode),
+        "to_first_token": _mean([ttft_s for ttft_s, _ in stages if ttft_s is not None]),
+        "decode": _mean([decode_s for _, decode_s in stages]),
     }
+
+
+def _split_instance_time(result: RunResult) -> dict[str, float | None]:
+    """Split the time of all instances: steps with a prompt chunk, other steps, no engine, idle."""
+    total_s = result.end_s * (result.options.instances + result.options.cpu_instances)
+    if not total_s:
+        return dict.fromkeys(("prefill", "decode", "restarting", "idle"))
+    prefill, decode, restarting = (part_s / total_s for part_s in (*result.busy_s, result.down_s))
+    idle = max(0.0, 1 - prefill - decode - restarting)  # the sum may pass 1 by rounding
+    return {"prefill": prefill, "decode": decode, "restarting": restarting, "idle": idle}
 
 
 def _summarize(values: Iterable[float | None]) -> dict[str, float | None]:

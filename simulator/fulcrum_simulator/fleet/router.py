@@ -157,7 +157,8 @@ class SimulatedRouter:
         for routed in self.fleet.instances:
             routed.probe(self.events.now_s)
         self._context.pairs.refresh(self.fleet.records, now_s=self.events.now_s)
-        self.samples.append(take_sample(self.fleet.instances, self.events.now_s))
+        waiting = len(self._context.waiting_room.members)
+        self.samples.append(take_sample(self.fleet.instances, waiting, self.events.now_s))
         self.start_probes()
 
     def set_serving(self, routed: RoutedInstance, serving: bool) -> None:
@@ -310,7 +311,9 @@ class SimulatedRouter:
         record = self.find_record(leg)
         if record is not None:
             if leg.is_prefill:
-                record.prefill, record.prefill_sent_s = instance.name, self.events.now_s
+                record.prefill = instance.name
+                if record.first_token_s is None:  # else the leg continues an answer
+                    record.prefill_sent_s = self.events.now_s
             else:
                 if not record.decode:  # else the leg continues an answer
                     record.output_tokens = leg.request.max_tokens
@@ -415,7 +418,7 @@ class _SentLeg:
             return
         router = self._router
         record = router.find_record(self._leg)
-        if record is not None:
+        if record is not None and record.first_token_s is None:
             record.prefill_queue_s = end.queue_s
             record.prefill_end_s = router.events.now_s + router.hop_s
         router.call_at(router.events.now_s + router.hop_s, lambda: self._leg.on_end(end))

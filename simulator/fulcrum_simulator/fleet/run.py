@@ -62,6 +62,9 @@ class RunResult:
     failed_transfers: int
     preemptions: int
     busy_s: tuple[float, float]
+    """Of all instances: time of steps with a prompt chunk, and of all other steps."""
+    down_s: float
+    """Of all instances: time without an engine."""
     first_scored_s: float
     last_arrival_s: float
     end_s: float
@@ -381,6 +384,7 @@ class _Simulation:
             engine_failures=self._engine_failures,
             failed_transfers=sum(instance.failed_transfers for instance in self._instances),
             preemptions=sum(instance.preemptions for instance in self._instances),
+            down_s=math.fsum(instance.down_s for instance in self._instances),
             busy_s=(math.fsum(p for p, _ in times), math.fsum(d for _, d in times)),
             first_scored_s=self._first_scored_s,
             last_arrival_s=last_arrival_s,

@@ -23,10 +23,10 @@ class SteppedEngine:
 
     def __init__(self, engine: Engine, *, lookahead_steps: int = LOOKAHEAD_STEPS) -> None:
         self.engine = engine
-        self.prefill_busy_s = 0.0
-        """Time of steps with a prompt chunk so far."""
-        self.decode_busy_s = 0.0
-        """Time of all other steps so far."""
+        self._prefill_busy_s = self._decode_busy_s = 0.0
+        """Time of steps with a prompt chunk, and of all others, until the one under way has ended."""
+        self._has_prompt = False
+        """Whether the step under way has a prompt chunk."""
         self.next_end_s = math.inf
         """Time of the next end of a step that `advance` passes on; before it there is nothing to do."""
         self._lookahead_steps = lookahead_steps
@@ -52,11 +52,19 @@ class SteppedEngine:
         )
         self._passed = self._applied = 0
         self.next_end_s = self._ends_s[0] if len(self._ends_s) > 1 else math.inf
-        if step.prefill_tokens:
-            self.prefill_busy_s += step.duration_s
+        self._has_prompt = step.prefill_tokens > 0
+        if self._has_prompt:
+            self._prefill_busy_s += step.duration_s
         else:
-            self.decode_busy_s += step.duration_s
+            self._decode_busy_s += step.duration_s
         return True
+
+    def measure_busy_s(self, now_s: float) -> tuple[float, float]:
+        """Return the time of steps with a prompt chunk, and of all others, so far. Call `advance` first."""
+        left_s = max(0.0, self._ends_s[self._passed] - now_s) if self.engine.busy else 0.0
+        if self._has_prompt:
+            return self._prefill_busy_s - left_s, self._decode_busy_s
+        return self._prefill_busy_s, self._decode_busy_s - left_s
 
     def advance(self, now_s: float) -> tuple[Sequence[str], int]:
         """Pass on the steps that have ended by now: returns the requests that got tokens, and how many each.
@@ -68,7 +76,7 @@ class SteppedEngine:
             return (), 0
         ends_s, passed = self._ends_s, self._passed
         until = bisect_right(ends_s, now_s, passed, len(ends_s) - 1)
-        self.decode_busy_s += ends_s[until] - ends_s[passed]
+        self._decode_busy_s += ends_s[until] - ends_s[passed]
         self._passed = until
         self.next_end_s = ends_s[until] if until < len(ends_s) - 1 else math.inf
         return self._request_ids, until - passed

@@ -4,6 +4,7 @@
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,6 +19,10 @@ class Sample(NamedTuple):
     at_s: float
     prefill_instances: int
     decode_instances: int
+    both_instances: int
+    """Those that serve both phases."""
+    waiting: int
+    """Requests that wait in the router."""
     prefill_queued_s: float
     """Predicted time until the prefill work in flight is done, over all instances."""
     decode_legs: int
@@ -25,16 +30,15 @@ class Sample(NamedTuple):
     """Mean over the instances, 0 to 1."""
 
 
-def take_sample(instances: Sequence[RoutedInstance], now_s: float) -> Sample:
-    """Describe the fleet as it is now. Instances that do not serve count in neither role."""
+def take_sample(instances: Sequence[RoutedInstance], waiting: int, now_s: float) -> Sample:
+    """Describe the fleet as it is now. Instances that do not serve count in no role."""
+    roles = Counter(routed.record.role for routed in instances if routed.record.serving)
     return Sample(
         at_s=now_s,
-        prefill_instances=sum(
-            routed.record.serving and routed.record.role is Role.PREFILL for routed in instances
-        ),
-        decode_instances=sum(
-            routed.record.serving and routed.record.role is Role.DECODE for routed in instances
-        ),
+        prefill_instances=roles[Role.PREFILL],
+        decode_instances=roles[Role.DECODE],
+        both_instances=roles[Role.BOTH],
+        waiting=waiting,
         prefill_queued_s=math.fsum(routed.record.ledger.remaining_s(now_s) for routed in instances),
         decode_legs=sum(routed.record.ledger.decode_legs for routed in instances),
         kv_usage=math.fsum(routed.instance.engine.kv_usage for routed in instances) / len(instances),
@@ -49,8 +53,8 @@ def thin_out(samples: Sequence[Sample], count_max: int) -> list[Sample]:
 
 def attainment_over_time(
     records: Sequence[RequestResult], slo: Slo, windows: int
-) -> list[tuple[float, float]]:
-    """Return the start of each window with arrivals, and its SLO attainment.
+) -> list[tuple[float, float | None]]:
+    """Return the start of each window and the SLO attainment of its arrivals; None: there were none.
 
     The windows have equal lengths, and there are at most `windows`.
     """
@@ -64,4 +68,7 @@ def attainment_over_time(
         window = min(windows - 1, int((record.request.arrival_s - first_s) / length_s))
         offered[window] = offered.get(window, 0) + 1
         met[window] = met.get(window, 0) + record.meets(slo)
-    return [(first_s + window * length_s, met[window] / count) for window, count in sorted(offered.items())]
+    return [
+        (first_s + window * length_s, met[window] / offered[window] if window in offered else None)
+        for window in range(max(offered) + 1)
+    ]

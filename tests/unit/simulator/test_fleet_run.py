@@ -12,7 +12,9 @@ from fulcrum_cli.simulation.report_text import format_report
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Slo
 from fulcrum_router.policy.journey import Journey
+from fulcrum_simulator.fleet.load import RecordedLoad
 from fulcrum_simulator.fleet.options import ControlOptions, Policy, PolicyName, RunOptions, parse_policy
+from fulcrum_simulator.fleet.policy_runs import pick_best, run_policy
 from fulcrum_simulator.fleet.report import build_report
 from fulcrum_simulator.fleet.run import RunResult, simulate
 from fulcrum_simulator.routing import Outcome, SimulatedRequest
@@ -190,6 +192,41 @@ def test_a_failed_engine_starts_as_fast_as_its_own_hardware() -> None:
     assert all_slow.engine_failures <= 8, "each fails once and does not come back"
 
 
+def test_times_of_requests_and_engines_add_up_although_engines_fail() -> None:
+    control = ControlOptions(failures_per_hour=200.0)
+    result = simulate(moving_load(60, factor=0.5), options("static:4P4D+nodeflect", control=control))
+    report = build_report(result)
+    ends_s = [(r.prefill_end_s, r.first_token_s) for r in result.records if r.prefill_end_s is not None]
+    assert all(first_s is None or prefill_s <= first_s for prefill_s, first_s in ends_s)
+    assert report["instance_time"]["restarting"] > 0.01
+    assert sum(report["instance_time"].values()) == pytest.approx(1.0)
+    assert min(report["request_time_s"].values()) >= 0.0
+
+
+def test_a_step_that_outlasts_the_run_counts_until_its_end() -> None:
+    load = [WorkloadRequest(0.0, 100, 2), WorkloadRequest(1.0, 4_000, 2)]
+    report = build_report(simulate(load, options("colocated", instances=1, drain_s=0.05)))
+    assert report["requests"]["unfinished"] == 1
+    assert report["instance_time"]["prefill"] < 0.3
+    assert sum(report["instance_time"].values()) == pytest.approx(1.0)
+
+
+def test_requests_without_a_prefill_leg_are_reported_apart() -> None:
+    report = build_report(
+        simulate([WorkloadRequest(0.0, 100, 20)] * 3, options("colocated", unscored_share=0.0))
+    )
+    assert report["requests"]["without_prefill_leg"] == report["requests"]["ok"] == 3
+    assert report["request_time_s"]["prefill"] is None
+    assert report["request_time_without_prefill_leg_s"]["decode"] > 0
+
+
+def test_of_equal_policies_that_with_the_shorter_ttft_is_best() -> None:
+    load = RecordedLoad("few", [WorkloadRequest(float(second), 500, 20) for second in range(700)])
+    runs = [run_policy(load, options(f"static:{p}P{8 - p}D"), [1]) for p in (1, 4)]
+    assert {each.runs[0].attainment for each in runs} == {1.0}
+    assert pick_best(runs) is min(runs, key=lambda each: each.runs[0].ttft_p90_s)
+
+
 def test_requests_leave_nothing_to_the_garbage_collector() -> None:
     """It is off during a run, and a long one has millions of them."""
     gc.collect()
@@ -222,7 +259,7 @@ def test_a_report_of_nothing_but_misses_can_be_printed() -> None:
     load = [WorkloadRequest(0.0, 60_000, 2), WorkloadRequest(0.1, 60_000, 2)]
     report = build_report(simulate(load, options(drain_s=0.01)))
     assert (report["attainment"], report["ttft_s"]["mean"]) == (0.0, None)
-    assert "SLO attainment   0.0 % of 1 offered requests" in format_report(report)
+    assert "SLO attainment   0.0 % of 1 scored requests of 2 offered" in format_report(report)
 
 
 def test_an_even_split_is_where_arrow_starts() -> None:
