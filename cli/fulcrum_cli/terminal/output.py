@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from fulcrum_cli.terminal.printable import make_printable
 from fulcrum_core.api.meta import Condition, format_duration
 from fulcrum_core.api.pdassignment import PDAssignment
 
@@ -46,11 +47,15 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_columns(*rows: Sequence[str]) -> list[str]:
-    """Align the cells of the rows in columns that are three spaces apart, as kubectl does."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    """Align the cells of the rows in columns that are three spaces apart, as kubectl does.
+
+    Characters that are not printable are replaced.
+    """
+    printable = [[make_printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*printable, strict=True)]
     return [
         "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
+        for row in printable
     ]
 
 
