@@ -5,6 +5,7 @@ options.
 """
 
 import os
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar, overload
@@ -46,6 +47,17 @@ def check_port(number: int) -> None:
     """
     if not 0 <= number <= PORT_MAX:
         raise InvalidInput("--port", number, f"must be between 0 and {PORT_MAX}")
+
+
+def check_not_combined(option: str, others: Mapping[str, object]) -> None:
+    """Check that none of the others, which `option` would ignore, was given.
+
+    Raises:
+        InvalidInput: for the first one that was.
+    """
+    for other, value in others.items():
+        if value is not None:
+            raise InvalidInput(other, value, f"cannot be combined with {option}")
 
 
 def check_writable(option: str, file: Path) -> None:

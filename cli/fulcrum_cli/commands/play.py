@@ -16,16 +16,18 @@ import httpx
 import uvloop
 
 from fulcrum_cli.local.run import LocalRun, LocalRunOptions, run_local
+from fulcrum_cli.output_files import write_text_file
 from fulcrum_cli.play.frame import Frame
 from fulcrum_cli.play.observer import Observer
 from fulcrum_cli.play.options import PlayOptions
 from fulcrum_cli.play.page_controls import PageControls
 from fulcrum_cli.play.recorder import RecordedFlip
 from fulcrum_cli.play.report import RunFigures
-from fulcrum_cli.play.screen import draw_frames, is_interactive, read_keyboard, save_svg
+from fulcrum_cli.play.screen import draw_frames, is_interactive, read_keyboard, render_svg
 from fulcrum_cli.play.session import ServiceHandle, Session
 from fulcrum_cli.terminal.interrupts import on_interrupt
 from fulcrum_cli.terminal.logs import log_to_file, log_warnings_to_stderr
+from fulcrum_cli.terminal.printable import print_lines
 from fulcrum_cli.web.broadcast import Broadcast
 from fulcrum_cli.web.feed import Feed
 from fulcrum_cli.web.recording import record
@@ -53,8 +55,10 @@ def run(options: PlayOptions) -> int:
     if result is None:
         return EXIT_INTERRUPTED
     figures, frame = result
-    print(figures.as_text())
-    write_results(figures, frame, json_file=options.json, snapshot=options.snapshot)
+    try:
+        write_results(figures, frame, json_file=options.json, snapshot=options.snapshot)
+    finally:
+        print_lines(figures.as_text().split("\n"))
     if figures.too_slow:
         print("machine too slow: engine steps were late, see above", file=sys.stderr)
     if figures.flips_failure:
@@ -74,14 +78,14 @@ def write_results(
     text = json.dumps(figures.as_json(), indent=2, ensure_ascii=False)
     try:
         if json_file is not None:
-            json_file.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        failed.append(InvalidInput("--json", json_file, f"cannot be written: {error.strerror}"))
+            write_text_file("--json", json_file, text + "\n")
+    except InvalidInput as error:
+        failed.append(error)
     try:
         if snapshot is not None and frame is not None:
-            save_svg(frame, snapshot)
-    except OSError as error:
-        failed.append(InvalidInput("--snapshot", snapshot, f"cannot be written: {error.strerror}"))
+            write_text_file("--snapshot", snapshot, render_svg(frame))
+    except InvalidInput as error:
+        failed.append(error)
     if failed:
         raise failed[0] if len(failed) == 1 else FulcrumError("; ".join(map(str, failed)))
 

@@ -10,7 +10,8 @@ from typing import TypedDict, Unpack
 from fulcrum_cli.local.local_engine import simulate_unless_named
 from fulcrum_cli.local.preflight import check_manifest
 from fulcrum_cli.manifest_files import find_shipped_manifest, read_manifest
-from fulcrum_cli.option_values import check_port, check_writable, parse_choice, parse_duration_s
+from fulcrum_cli.option_values import check_port, parse_choice, parse_duration_s
+from fulcrum_cli.output_files import check_outputs
 from fulcrum_cli.play.loads import LOAD_SHAPES, TIERS, TIERS_FLOOD, list_shapes
 from fulcrum_core.api.meta import Resource
 from fulcrum_core.api.pdservice import PDService
@@ -123,13 +124,13 @@ def _check_numbers(arguments: PlayArguments) -> None:
     check_port(arguments["port"])
     if arguments["trace"] is None and (arguments["speed"], arguments["scale"]) != (1.0, 1.0):
         raise InvalidInput("--speed, --scale", "no --trace", "need a trace: pass one with --trace")
-    for option, file in (
-        ("--json", arguments["json"]),
-        ("--snapshot", arguments["snapshot"]),
-        ("--record", arguments["record"]),
-    ):
-        if file is not None:
-            check_writable(option, file)
+    inputs = {"--trace": arguments["trace"], "--file": arguments["file"]}
+    outputs = {
+        "--json": arguments["json"],
+        "--snapshot": arguments["snapshot"],
+        "--record": arguments["record"],
+    }
+    check_outputs(outputs, inputs)
 
 
 def _choose_manifest(arguments: PlayArguments) -> str:

@@ -14,7 +14,6 @@ import tty
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
@@ -91,13 +90,12 @@ async def draw_frames(frame: Callable[[], Frame]) -> None:
             await asyncio.sleep(1 / FRAMES_PER_S)
 
 
-def save_svg(frame: Frame, path: Path, *, width: int = 120, height: int = 32) -> None:
-    """Write the frame as an SVG image of a terminal."""
+def render_svg(frame: Frame, *, width: int = 120, height: int = 32) -> str:
+    """Return the frame as an SVG image of a terminal."""
     with open(os.devnull, "w") as nowhere:
         console = Console(width=width, height=height, record=True, file=nowhere, force_terminal=True)
         console.print(draw(frame, width=width, height=height))
-        svg = _FONT_FACE.sub("", console.export_svg(title="fulcrum play"))
-    path.write_text(svg, encoding="utf-8")
+        return _FONT_FACE.sub("", console.export_svg(title="fulcrum play"))
 
 
 def is_interactive() -> bool:

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from fulcrum_cli.play.frame import DecisionLine, Frame, InstanceRow, RequestCounts, TierRow
 from fulcrum_cli.play.recorder import HistoryCell
-from fulcrum_cli.play.screen import Key, read_keys, save_svg
+from fulcrum_cli.play.screen import Key, read_keys, render_svg
 from fulcrum_cli.play.view import draw
 from fulcrum_core.values import Phase, Role, Slo
 from fulcrum_simulator.client import Latencies
@@ -140,12 +140,8 @@ def test_a_run_that_has_just_begun_can_be_drawn() -> None:
     assert "no decision yet" in "\n".join(lines(begun, 80, 24))
 
 
-def test_a_saved_svg_refers_to_no_external_font(tmp_path: object) -> None:
-    from pathlib import Path
-
-    path = Path(str(tmp_path)) / "play.svg"
-    save_svg(frame(), path)
-    picture = path.read_text()
+def test_a_saved_svg_refers_to_no_external_font() -> None:
+    picture = render_svg(frame())
     assert picture.startswith("<svg")
     assert "@font-face" not in picture
 
