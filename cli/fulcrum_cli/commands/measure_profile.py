@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fulcrum_cli.local.engine_environment import read_model_config
 from fulcrum_cli.option_values import check_writable
+from fulcrum_cli.output_files import write_text_file
 from fulcrum_cli.terminal.output import format_columns
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.hardware import HardwareFacts, find_hardware
@@ -27,6 +28,7 @@ from fulcrum_simulator.profiling import (
     ProfiledEngine,
     fit_link,
     fit_profile,
+    hide_credentials,
     plan_measurement,
     render_profile,
 )
@@ -80,7 +82,7 @@ def run(options: ProfileOptions) -> int:
     )
     text = render_profile(engine, measured.fitted, measured.link)
     parse_profile(text, source=str(options.out))
-    options.out.write_text(text, encoding="utf-8")
+    write_text_file("--out", options.out, text)
     errors = (*measured.fitted.errors, *([measured.link.error] if measured.link else []))
     print("\n".join(_format_report(errors, measured.fitted, options.out)))
     return 1 if any(error.mape > ERROR_MAX for error in errors) else 0
@@ -91,7 +93,7 @@ def _check(options: ProfileOptions) -> None:
         raise InvalidInput("URL", f"{len(options.urls)} addresses", "must be one or two")
     for url in options.urls:
         if not url.startswith(("http://", "https://")):
-            raise InvalidInput("URL", url, "must begin with http:// or https://")
+            raise InvalidInput("URL", hide_credentials(url), "must begin with http:// or https://")
     for option, count in (
         ("--tensor-parallel", options.tensor_parallel),
         ("--max-seqs", options.max_seqs),
@@ -153,7 +155,7 @@ async def _measure(options: ProfileOptions) -> _Measured:
 
 
 def _report(line: str) -> None:
-    print(f"measuring {line}", file=sys.stderr, flush=True)
+    print(f"measuring {hide_credentials(line)}", file=sys.stderr, flush=True)
 
 
 def _format_report(errors: tuple[CurveError, ...], fitted: FittedProfile, out: Path) -> list[str]:

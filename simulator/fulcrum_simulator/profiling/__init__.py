@@ -5,7 +5,12 @@ coefficients; `document` writes them as a profile file. `fulcrum profile` calls 
 """
 
 from fulcrum_simulator.profiling.document import ProfiledEngine, render_profile
-from fulcrum_simulator.profiling.engine_client import EngineClient, EngineLimits, EngineUnusable
+from fulcrum_simulator.profiling.engine_client import (
+    EngineClient,
+    EngineLimits,
+    EngineUnusable,
+    hide_credentials,
+)
 from fulcrum_simulator.profiling.fit import CurveError, FittedLink, FittedProfile, fit_link, fit_profile
 from fulcrum_simulator.profiling.measure import Measurer
 from fulcrum_simulator.profiling.points import MeasurementPlan, plan_measurement
@@ -22,6 +27,7 @@ __all__ = [
     "ProfiledEngine",
     "fit_link",
     "fit_profile",
+    "hide_credentials",
     "plan_measurement",
     "render_profile",
 ]

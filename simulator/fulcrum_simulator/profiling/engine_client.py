@@ -28,16 +28,22 @@ is sent at that moment would fail."""
 _EVENT_BYTES_MAX = 1 << 20
 _MESSAGE_LENGTH_MAX = 200
 _CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
+_CREDENTIALS = re.compile(r"(\w+://)?\S+@")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 # Ids that every vocabulary has, and that no usual tokeniser reserves.
 _TOKEN_IDS = range(16, 240)
+
+
+def hide_credentials(text: str) -> str:
+    """Replace name and password of the URLs in a text."""
+    return _CREDENTIALS.sub(r"\1***@", text)
 
 
 class EngineUnusable(FulcrumError):
     """An engine cannot be reached, or does not do what a measurement needs. One line: address and cause."""
 
     def __init__(self, url: str, cause: str) -> None:
-        super().__init__(f"{url}: {cause}")
+        super().__init__(hide_credentials(f"{url}: {cause}"))
 
 
 @dataclass(frozen=True, slots=True)

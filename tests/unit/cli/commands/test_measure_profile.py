@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fulcrum_cli.commands.measure_profile import ProfileOptions, run
-from fulcrum_simulator.profiling import EngineClient, EngineLimits, EngineUnusable
+from fulcrum_simulator.profiling import EngineClient, EngineLimits, EngineUnusable, hide_credentials
 from tests.paths import MODELS
 
 
@@ -35,3 +35,21 @@ def test_a_second_run_sends_prompts_that_no_engine_has_cached(
             run(options)
 
     assert len(set(prompts)) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://user:secret@host:8000: cannot be reached", "http://***@host:8000: cannot be reached"),
+        ("first KV transfer to https://u:p@ss/w@host", "first KV transfer to https://***@host"),
+        ("user:secret@host", "***@host"),
+        ("http://host:8000", "http://host:8000"),
+    ],
+)
+def test_no_password_of_an_address_is_shown(text: str, shown: str) -> None:
+    assert hide_credentials(text) == shown
+
+
+def test_an_error_of_an_engine_shows_no_password() -> None:
+    error = EngineUnusable("http://user:secret@host", "cannot be reached: http://user:secret@host/metrics")
+    assert str(error) == "http://***@host: cannot be reached: http://***@host/metrics"
