@@ -63,6 +63,7 @@ function describeRefused(rate: number): string {
 
 export function Figures({ state, history }: { state: State; history: Sample[] }) {
   const { slo, rates } = state;
+  const goal = slo.attained;
   const [prefill, decode] = state.desired;
   const lagging = String(state.desired) !== String(state.actual);
   return (
@@ -80,12 +81,12 @@ export function Figures({ state, history }: { state: State; history: Sample[] })
         objective={slo.tpot_s}
         values={history.map((sample) => sample.tpot_s)}
       />
-      <Card title="SLO attainment" verdict={judge(state.attained, (value) => value >= slo.attained)}>
+      <Card title="SLO attainment" verdict={goal === null ? null : judge(state.attained, (value) => value >= goal)}>
         <p class="big">
           {formatPercent(state.attained, 1)} <small>last 10 s</small>
         </p>
-        <Chart values={history.map((sample) => sample.attained)} objective={slo.attained} max={1.02} />
-        <p class="small">{state.tiers.length > 1 ? describeTiers(state) : `objective ${formatPercent(slo.attained)}`}</p>
+        <Chart values={history.map((sample) => sample.attained)} objective={goal ?? undefined} max={1.02} />
+        <p class="small">{state.tiers.length > 1 ? describeTiers(state) : goal === null ? "no objective" : `objective ${formatPercent(goal)}`}</p>
       </Card>
       <Card title="Requests">
         <p class="big">

@@ -67,7 +67,8 @@ export interface State {
   mode: string;
   source: string;
   at_s: number;
-  slo: { ttft_s: number; tpot_s: number; attained: number };
+  /** attained: null if the simulated run had no such objective. */
+  slo: { ttft_s: number; tpot_s: number; attained: number | null };
   /** Sorted by pool and name. */
   tiles: Tile[];
   flows: Flow[];

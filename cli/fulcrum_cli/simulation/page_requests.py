@@ -68,6 +68,11 @@ class PageRequests:
             for record in known
             if record.prefill and record.decode and since_s < _prefill_end_s(record) <= self._now_s
         )
+        local = [
+            record.first_token_s
+            for record in known
+            if record.decode and not record.prefill and record.first_token_s is not None
+        ]
         tokens = sum(
             _count_output(record, self._now_s) - _count_output(record, since_s)
             for record in known
@@ -76,6 +81,7 @@ class PageRequests:
         return RecentTraffic(
             offered_rps=self._count_arrivals(known, FLOW_WINDOW_S) / FLOW_WINDOW_S,
             output_tokens_rps=tokens / FLOW_WINDOW_S,
+            local_prefill_rps=sum(since_s < at_s <= self._now_s for at_s in local) / FLOW_WINDOW_S,
             transfer_rps={pair: count / FLOW_WINDOW_S for pair, count in transfers.items()},
             ttft=self._summarize(lambda record: record.ttft_s),
             tpot=self._summarize(lambda record: record.tpot_s),

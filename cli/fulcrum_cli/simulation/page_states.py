@@ -16,13 +16,16 @@ from fulcrum_cli.web.page_model import PageObservation, build_page
 from fulcrum_core.api.pdassignment import PDAssignment
 from fulcrum_core.api.pdinstance import PDInstance
 from fulcrum_core.api.pdservice import PDService
-from fulcrum_core.values import Actor, Phase, Role
+from fulcrum_core.values import Actor, AutoscalingMode, Phase, Role
 from fulcrum_simulator.fleet.flip import SimulatedFlip
+from fulcrum_simulator.fleet.options import FLIPPING, PLANNED, PolicyName
 from fulcrum_simulator.fleet.run import RunResult
 
 INTERVAL_S = 1.0
 STATES_MAX = 7_200
 """A longer run has its states farther apart."""
+_CHANGING = FLIPPING | PLANNED | {PolicyName.XLLM}
+"""Policies that change roles."""
 _SERVICE, _POOL = "simulated", "fleet"
 
 
@@ -43,7 +46,10 @@ def build_states(result: RunResult, *, load: str) -> Iterator[dict[str, Any]]:
             decisions=fleet.log.list(),
             source=f"simulated run of {load}, policy {result.options.policy}",
         )
-        yield build_page(observation, now_s=now_s)
+        state = build_page(observation, now_s=now_s)
+        if result.options.service is None:
+            state["slo"]["attained"] = None  # the command has no such objective
+        yield state
 
 
 class _SimulatedObjects:
@@ -52,10 +58,13 @@ class _SimulatedObjects:
     def __init__(self, result: RunResult) -> None:
         options, engine = result.options, {"type": "Simulated"}
         launch = {"model": options.profile.name, "engine": engine}
-        slo = {"ttft": f"{options.slo.ttft_s:g}s", "tpot": f"{options.slo.tpot_s:g}s"}
+        slo: dict[str, Any] = {"ttft": f"{options.slo.ttft_s:g}s", "tpot": f"{options.slo.tpot_s:g}s"}
+        if options.service is not None:
+            slo["attainment"] = options.service.slo.attainment
+        mode = AutoscalingMode.AUTO if options.policy.name in _CHANGING else AutoscalingMode.OFF
         service = {
             "metadata": {"name": _SERVICE},
-            "spec": {**launch, "instances": options.instances, "slo": slo},
+            "spec": {**launch, "instances": options.instances, "slo": slo, "autoscaling": {"mode": mode}},
         }
         self.service = PDService.model_validate(service)
         self.instances = {

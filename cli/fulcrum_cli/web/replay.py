@@ -17,6 +17,15 @@ from fulcrum_core.errors import InvalidInput
 SPEEDS = (1, 4, 16, 64)
 SEND_S = 0.5
 """Seconds between two states that are sent."""
+_AT_S_MAX = 1e12
+_NO_RECORDING = "is not a recording of fulcrum"
+_FIELDS = {
+    **dict.fromkeys(("service", "namespace", "model", "mode", "source"), str),
+    **dict.fromkeys(("slo", "rates", "ttft", "tpot"), dict),
+    **dict.fromkeys(("tiles", "flows", "tiers", "desired", "actual", "decisions", "unavailable"), list),
+    **dict.fromkeys(("waiting", "flips"), int),
+}
+"""What the page needs of a state to show it, with its type in JSON; see `page_model`."""
 
 
 class Replay:
@@ -54,7 +63,8 @@ class Replay:
             "speed": self.speed,
             "speeds": SPEEDS,
         }
-        return {**state, "source": f"replay of {self._path.name}", "controls": None, "replay": replay}
+        source = f"{state['source']}, replay of {self._path.name}"
+        return {**state, "source": source, "controls": None, "replay": replay}
 
     async def run_action(self, action: Mapping[str, Any]) -> str:
         """Carry out an action of the page's buttons; return what happened.
@@ -88,8 +98,17 @@ class Replay:
             self.advance(SEND_S)
 
     def _read_time(self, line: bytes) -> float:
+        """Return the time of a state, which the page can show.
+
+        Raises:
+            InvalidInput: if it is no state.
+        """
         try:
             state = orjson.loads(line)
-            return float(state["at_s"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise InvalidInput("--replay", self._path, "is not a recording of fulcrum") from error
+            at_s = state["at_s"]
+            is_state = all(isinstance(state[name], kind) for name, kind in _FIELDS.items())
+        except (ValueError, TypeError, LookupError) as error:
+            raise InvalidInput("--replay", self._path, _NO_RECORDING) from error
+        if not is_state or not isinstance(at_s, int | float) or not 0 <= at_s <= _AT_S_MAX:
+            raise InvalidInput("--replay", self._path, _NO_RECORDING)
+        return float(at_s)

@@ -59,6 +59,17 @@ def test_flips_change_roles_and_are_logged_in_words() -> None:
     assert first.reason in [decision["reason"] for decision in states[at]["decisions"]]
 
 
-def test_instances_of_a_colocated_fleet_serve_both_roles() -> None:
-    states = list(build_states(run_equal_requests("colocated"), load="a test"))
-    assert {tile["role"] for tile in states[10]["tiles"]} == {Role.BOTH}
+def test_instances_of_a_colocated_fleet_serve_both_roles_and_prompts_where_they_decode() -> None:
+    state = list(build_states(run_equal_requests("colocated"), load="a test"))[30]
+    assert {tile["role"] for tile in state["tiles"]} == {Role.BOTH}
+    assert state["rates"]["local_prefills"] == pytest.approx(4.0, abs=1.0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "mode"), [("static:2P2D", "Off"), ("colocated", "Off"), ("arrow", "Auto"), ("xllm", "Auto")]
+)
+def test_only_policies_that_flip_show_autoscaling_and_no_objective_is_invented(
+    policy: str, mode: str
+) -> None:
+    state = next(build_states(run_equal_requests(policy, rate_rps=0.2), load="a test"))
+    assert (state["mode"], state["slo"]) == (mode, {"ttft_s": 3.0, "tpot_s": 0.1, "attained": None})
