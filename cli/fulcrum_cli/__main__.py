@@ -5,6 +5,8 @@ The modules of a command are imported when it runs, so that `--help` is fast. A 
 code 2; Ctrl-C ends with exit code 130. Other exceptions are bugs and show a traceback.
 """
 
+import errno
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Annotated
 import typer
 
 from fulcrum_cli.program_name import program_name
+from fulcrum_cli.terminal.printable import make_printable
 from fulcrum_core.errors import FulcrumError, InvalidInput
 
 app = typer.Typer(
@@ -344,9 +347,12 @@ def web(
 ) -> None:
     """Show a service live in the browser: roles, requests, queues, latencies and decisions."""
     from fulcrum_cli.commands.web import run, run_replay
+    from fulcrum_cli.option_values import check_not_combined
     from fulcrum_cli.target.selection import make_target_options
 
     if replay is not None:
+        target = {"--kubeconfig": kubeconfig, "--context": context, "--namespace": namespace}
+        check_not_combined("--replay", {"SERVICE": service, "--record": record, **target})
         run_replay(replay, port=port)
     else:
         run(make_target_options(kubeconfig, context, namespace), service, port=port, record_file=record)
@@ -433,18 +439,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
     argv = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = app(argv or ["--help"], prog_name=program_name(), standalone_mode=False)
+        sys.stdout.flush()
     except typer.TyperException as error:
         _exit_with_error(error.format_message())
     except FulcrumError as error:
         _exit_with_error(str(error))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
+    except OSError as error:
+        _exit_without_output(error)
     sys.exit(code or 0)
 
 
 def _exit_with_error(message: str) -> None:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _discard_output()
+    print(f"error: {make_printable(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(2)
+
+
+def _exit_without_output(error: OSError) -> None:
+    """Exit because standard output is closed, which needs no message, or full. Other errors are bugs."""
+    if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+        raise error
+    _discard_output()
+    if error.errno == errno.EPIPE:
+        sys.exit(1)
+    _exit_with_error(f"standard output cannot be written: {error.strerror}")
+
+
+def _discard_output() -> None:
+    """Discard what could not be written: else Python tries again at its end, and reports the error."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

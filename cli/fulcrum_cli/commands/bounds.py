@@ -12,6 +12,8 @@ from typing import Any
 
 from fulcrum_cli.option_values import parse_choice, parse_duration_s
 from fulcrum_cli.terminal.output import OutputFormat, format_columns, format_seconds, render_document
+from fulcrum_cli.terminal.printable import make_printable
+from fulcrum_cli.trace_summary import describe_trace
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Slo
@@ -156,11 +158,9 @@ def _compute_split_rows(
 def _format_table(
     rows: Sequence[_Row], trace: Trace, fleet: UniformFleet, *, attainment_percent: float
 ) -> list[str]:
-    slo, requests = fleet.slo, trace.requests
-    failed = f", {trace.failed:,} that failed left out" if trace.failed else ""
+    slo = fleet.slo
     return [
-        f"{len(requests):,} requests{failed} ({trace.layout} layout), "
-        f"{mean_rate(requests):.3g} a second as recorded; {fleet.instances} × {fleet.profile.name}",
+        f"{describe_trace(trace)}; {fleet.instances} × {make_printable(fleet.profile.name)}",
         f"{attainment_percent:g} % within TTFT {format_seconds(slo.ttft_s)} "
         f"and TPOT {format_seconds(slo.tpot_s)}",
         "",

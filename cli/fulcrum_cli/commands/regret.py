@@ -15,7 +15,8 @@ from typing import Any
 
 import httpx
 
-from fulcrum_cli.option_values import check_writable
+from fulcrum_cli.option_values import check_not_combined
+from fulcrum_cli.output_files import check_outputs, write_text_file
 from fulcrum_cli.regret.alternatives import Alternative
 from fulcrum_cli.regret.recorded_traffic import RecordedTraffic, add_spec, parse_page, read_file
 from fulcrum_cli.simulation.page_states import build_states
@@ -23,11 +24,12 @@ from fulcrum_cli.simulation.progress import show_progress
 from fulcrum_cli.target.connection import TargetConnection, connect
 from fulcrum_cli.target.selection import TargetOptions, choose_target
 from fulcrum_cli.terminal.output import format_columns
+from fulcrum_cli.terminal.printable import print_lines
 from fulcrum_cli.web.recording import write_states
 from fulcrum_cluster.router_client import RouterUnavailable
 from fulcrum_core.api.meta import format_duration
 from fulcrum_core.errors import InvalidInput
-from fulcrum_core.profiles import EngineProfile, load_profile
+from fulcrum_core.profiles import EngineProfile, is_profile_path, load_profile
 from fulcrum_simulator.fleet.load import ReplayedLoad, leave_out_overlong
 from fulcrum_simulator.fleet.options import RunOptions
 from fulcrum_simulator.fleet.policy_runs import PolicyRuns, pick_best, run_policy
@@ -68,27 +70,44 @@ class _Result:
 
 def run(options: RegretOptions) -> None:
     """Read the recorded requests, simulate the alternatives and print them."""
-    if not 1 <= options.seeds <= _SEEDS_MAX:
-        raise InvalidInput("--seeds", options.seeds, f"must be between 1 and {_SEEDS_MAX}")
-    if options.save is not None:
-        check_writable("--save", options.save)
-    if options.record is not None:
-        check_writable("--record", options.record)
+    _check(options)
     if options.file is not None:
-        document, source = read_file(options.file), str(options.file)
+        document, source = _read_saved(options.file), str(options.file)
     else:
         document, source = asyncio.run(_fetch(options))
     traffic = parse_page(document, source)
     if options.save is not None:
-        options.save.write_text(json.dumps(document), encoding="utf-8")
+        write_text_file("--save", options.save, json.dumps(document))
     profile = load_profile(options.profile or _find_profile(traffic))
     results, overlong = _simulate(traffic, profile, options.seeds)
-    print(
-        "\n".join((*_describe_traffic(traffic, profile), *overlong, "", *_describe_results(traffic, results)))
-    )
-    if options.record is not None:
-        ran = results[0].runs.runs[0].result
-        write_states(build_states(ran, load=f"recorded requests of {traffic.service}"), options.record)
+    try:
+        if options.record is not None:
+            ran = results[0].runs.runs[0].result
+            write_states(build_states(ran, load=f"recorded requests of {traffic.service}"), options.record)
+    finally:  # also if the recording cannot be written
+        described = (*_describe_traffic(traffic, profile), *overlong, "")
+        print_lines((*described, *_describe_results(traffic, results)))
+
+
+def _check(options: RegretOptions) -> None:
+    if not 1 <= options.seeds <= _SEEDS_MAX:
+        raise InvalidInput("--seeds", options.seeds, f"must be between 1 and {_SEEDS_MAX}")
+    if options.file is not None:
+        target = options.target
+        named = {"--kubeconfig": target.kubeconfig, "--context": target.context}
+        check_not_combined("--file", {"SERVICE": options.service, **named, "--namespace": target.namespace})
+    profile = options.profile or ""
+    inputs = {"--file": options.file, "--profile": Path(profile) if is_profile_path(profile) else None}
+    check_outputs({"--save": options.save, "--record": options.record}, inputs)
+
+
+def _read_saved(file: Path) -> Any:
+    try:
+        return read_file(file)
+    except InvalidInput as error:
+        if isinstance(cause := error.__cause__, OSError):  # its own text repeats the name
+            raise InvalidInput("--file", str(file), f"cannot be read: {cause.strerror}") from cause
+        raise
 
 
 async def _fetch(options: RegretOptions) -> tuple[Any, str]:

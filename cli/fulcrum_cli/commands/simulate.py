@@ -8,38 +8,59 @@ options.
 import json
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fulcrum_cli.output_files import replace_file, write_text_file
 from fulcrum_cli.simulation.options import ComparedPolicy, SimulateOptions
 from fulcrum_cli.simulation.page_states import build_states
 from fulcrum_cli.simulation.plot import write_plot
 from fulcrum_cli.simulation.progress import show_progress
 from fulcrum_cli.simulation.report_text import format_comparison, format_report, format_spread
+from fulcrum_cli.terminal.printable import print_lines
 from fulcrum_cli.web.recording import write_states
-from fulcrum_core.errors import InvalidInput
 from fulcrum_simulator.fleet.load import RecordedLoad
 from fulcrum_simulator.fleet.policy_runs import OnRun, PolicyRuns, SeedRun, pick_best, run_policy
 
 
 def run(options: SimulateOptions) -> None:
-    """Run the simulations, print the figures and write the files that were asked for."""
+    """Run the simulations, write the files that were asked for, and print the figures.
+
+    The files come first: whoever reads the output may close it after its first line.
+    """
     started_s = time.monotonic()
     if options.overlong:
         print(f"{options.load.name}: {options.overlong}", file=sys.stderr)
     with show_progress() as on_run:
         runs = [_run_compared(compared, options, on_run) for compared in options.compared]
+    try:
+        _write_files(runs, options, started_s)
+    finally:  # also if a file cannot be written
+        print_lines("\n".join(_describe(runs, options)).split("\n"))
+
+
+def _describe(runs: Sequence[PolicyRuns], options: SimulateOptions) -> Iterator[str]:
+    if options.trace_text is not None:
+        yield f"{options.load.name}: {options.trace_text}"
     for each in runs:
-        print("\n".join((_describe_run(each.runs[0], options), *format_spread(each.runs))))
+        yield _describe_run(each.runs[0], options)
+        yield from format_spread(each.runs)
     if len(runs) > 1:
-        print("\n".join(("", *format_comparison([c.name for c in options.compared], runs))))
+        yield ""
+        yield from format_comparison([compared.name for compared in options.compared], runs)
+
+
+def _write_files(runs: Sequence[PolicyRuns], options: SimulateOptions, started_s: float) -> None:
     if options.json is not None:
         reports = [_dump(*named, options) for named in zip(options.compared, runs, strict=True)]
-        _write(options.json, {"runs": reports, "wall_s": time.monotonic() - started_s})
+        document = {"runs": reports, "wall_s": time.monotonic() - started_s}
+        write_text_file("--json", options.json, json.dumps(document, indent=2) + "\n")
     if options.plot is not None:
         title = f"{options.load.name} on {options.run.instances} x {options.run.profile.name}"
-        write_plot(options.plot, title, [each.runs[0].result for each in runs])
+        with replace_file("--plot", options.plot) as file:
+            write_plot(Path(file.name), title, [each.runs[0].result for each in runs])
     if options.record is not None:
         write_states(build_states(runs[0].runs[0].result, load=options.load.name), options.record)
 
@@ -95,15 +116,3 @@ def _dump(compared: ComparedPolicy, runs: PolicyRuns, options: SimulateOptions) 
 def _offered(run: SeedRun) -> float | None:
     rate: float | None = run.report["goodput"]["offered_requests_per_s"]
     return rate
-
-
-def _write(path: Path, document: dict[str, Any]) -> None:
-    """Write the figures.
-
-    Raises:
-        InvalidInput: if the file cannot be written.
-    """
-    try:
-        path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise InvalidInput("--json", path, f"cannot be written: {error.strerror}") from error

@@ -8,9 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from fulcrum_cli.option_values import check_writable, parse_duration_s
+from fulcrum_cli.option_values import check_not_combined, parse_duration_s
+from fulcrum_cli.output_files import check_outputs
+from fulcrum_cli.trace_summary import describe_trace
 from fulcrum_core.errors import InvalidInput
-from fulcrum_core.profiles import EngineProfile, load_profile
+from fulcrum_core.profiles import EngineProfile, is_profile_path, load_profile
 from fulcrum_core.values import Slo
 from fulcrum_simulator.fleet.load import ComposedLoad, RecordedLoad, leave_out_overlong
 from fulcrum_simulator.fleet.options import (
@@ -23,6 +25,8 @@ from fulcrum_simulator.fleet.options import (
 )
 from fulcrum_simulator.workload import COMPOSED, OverlongRequests, load_trace
 
+POLICY_DEFAULT = "balanced"
+"""As in `__main__`, which imports this module late."""
 INSTANCES_MAX = 1024
 SEEDS_MAX = 100
 
@@ -70,6 +74,8 @@ class SimulateOptions:
     run: RunOptions
     compared: tuple[ComparedPolicy, ...]
     load: RecordedLoad | ComposedLoad
+    trace_text: str | None
+    """Layout, size and rate of the trace, if the load is one."""
     overlong: OverlongRequests | None
     find_rate_share: float | None
     check_rates: bool
@@ -87,10 +93,9 @@ def parse_options(**arguments: Unpack[SimulateArguments]) -> SimulateOptions:
     """
     _check_numbers(arguments)
     _check_outputs(arguments)
-    names = (arguments["compare"] or arguments["policy"]).split(",")
-    compared = tuple(_parse_compared_policy(name.strip(), arguments["instances"]) for name in names)
+    compared = _parse_compared(arguments)
     profile = load_profile(arguments["profile"])
-    load, overlong = _parse_load(arguments, profile)
+    load, trace_text, overlong = _parse_load(arguments, profile)
     _check_prefix_caches(arguments, compared, load)
     find_rate = arguments["find_rate"]
     return SimulateOptions(
@@ -108,6 +113,7 @@ def parse_options(**arguments: Unpack[SimulateArguments]) -> SimulateOptions:
         ),
         compared=compared,
         load=load,
+        trace_text=trace_text,
         overlong=overlong,
         find_rate_share=None if find_rate is None else find_rate / 100,
         check_rates=arguments["check_rates"],
@@ -120,24 +126,26 @@ def parse_options(**arguments: Unpack[SimulateArguments]) -> SimulateOptions:
 
 def _parse_load(
     arguments: SimulateArguments, profile: EngineProfile
-) -> tuple[RecordedLoad | ComposedLoad, OverlongRequests | None]:
-    """Read the trace, or find the composed workload."""
+) -> tuple[RecordedLoad | ComposedLoad, str | None, OverlongRequests | None]:
+    """Read the trace, or find the composed workload; returns the load, and what to say of a trace."""
     trace, name = arguments["trace"], arguments["load"]
-    if (trace is None) == (name is None):
-        raise InvalidInput("--trace", trace, "or --load must be given, and not both")
     if trace is None:
-        assert name is not None
+        if name is None:
+            raise InvalidInput("--trace, --load", "neither is given", "are the workload: pass one of them")
         if name not in COMPOSED:
             raise InvalidInput("--load", name, f"is not one of {', '.join(COMPOSED)}")
         if arguments["speed"] != 1.0:
             raise InvalidInput("--speed", arguments["speed"], "is for traces; --scale changes a rate")
-        return ComposedLoad(name, profile, arguments["scale"]), None
-    recorded, overlong = leave_out_overlong(load_trace(trace).requests, profile)
+        return ComposedLoad(name, profile, arguments["scale"]), None, None
+    check_not_combined("--trace", {"--load": name})
+    read = load_trace(trace)
+    recorded, overlong = leave_out_overlong(read.requests, profile)
     if not recorded:
         raise InvalidInput("--trace", trace, "has no request that fits the profile's KV cache")
     if arguments["find_rate"] is not None and recorded[0].arrival_s == recorded[-1].arrival_s:
         raise InvalidInput("--trace", trace, "has one time of arrival: no rate can be found")
-    return RecordedLoad(trace.name, recorded, arguments["scale"], arguments["speed"]), overlong
+    load = RecordedLoad(trace.name, recorded, arguments["scale"], arguments["speed"])
+    return load, describe_trace(read), overlong
 
 
 def _check_prefix_caches(
@@ -147,7 +155,8 @@ def _check_prefix_caches(
     if not arguments["prefix_caches"]:
         for each in compared:
             if each.policies[0].prefix_aware:
-                raise InvalidInput("--policy", each.name, "needs --prefix-caches")
+                option = "--policy" if arguments["compare"] is None else "--compare"
+                raise InvalidInput(option, each.name, "needs --prefix-caches")
     elif not isinstance(load, RecordedLoad) or not any(r.prefix_hash_ids for r in load.requests):
         raise InvalidInput("--prefix-caches", load.name, "needs a trace with block ids")
 
@@ -172,19 +181,34 @@ def _check_numbers(arguments: SimulateArguments) -> None:
         raise InvalidInput("--failures", arguments["failures"], "must be between 0 and 1000")
     if arguments["find_rate"] is not None and not 0 < arguments["find_rate"] <= 100:
         raise InvalidInput("--find-rate", arguments["find_rate"], "must be above 0, and at most 100")
+    if arguments["check_rates"] and arguments["find_rate"] is None:
+        raise InvalidInput("--check-rates", "no --find-rate", "needs a found rate: pass --find-rate")
 
 
 def _check_outputs(arguments: SimulateArguments) -> None:
     """Reject what could not be written after the runs, which may take long."""
-    for option, file in (
-        ("--json", arguments["json"]),
-        ("--plot", arguments["plot"]),
-        ("--record", arguments["record"]),
-    ):
-        if file is not None:
-            check_writable(option, file)
+    outputs = {"--json": arguments["json"], "--plot": arguments["plot"], "--record": arguments["record"]}
+    profile = arguments["profile"]
+    inputs = {"--trace": arguments["trace"], "--profile": Path(profile) if is_profile_path(profile) else None}
+    check_outputs(outputs, inputs)
     if arguments["plot"] is not None and find_spec("plotly") is None:
         raise InvalidInput("--plot", arguments["plot"], "needs plotly: pip install 'fulcrum[plot]'")
+
+
+def _parse_compared(arguments: SimulateArguments) -> tuple[ComparedPolicy, ...]:
+    """Parse the policies of --compare, or the one of --policy."""
+    text, instances = arguments["compare"], arguments["instances"]
+    if text is None:
+        return (_parse_compared_policy(arguments["policy"].strip(), instances),)
+    if arguments["policy"] != POLICY_DEFAULT:
+        check_not_combined("--compare", {"--policy": arguments["policy"]})
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise InvalidInput("--compare", text, "must be names of policies, separated by commas")
+    try:
+        return tuple(_parse_compared_policy(name, instances) for name in names)
+    except InvalidInput as error:
+        raise InvalidInput("--compare", str(error.value), error.rule) from error
 
 
 def _parse_compared_policy(name: str, instances: int) -> ComparedPolicy:

@@ -99,6 +99,13 @@ def test_a_composed_workload_takes_the_place_of_a_recording(trace: Path) -> None
         (("--instances", "1"), "--instances (1)"),
         (("--scale", "0"), "--scale"),
         (("--seeds", "0"), "--seeds (0)"),
+        (("--check-rates",), "--check-rates (no --find-rate) needs a found rate: pass --find-rate"),
+        (("--policy", "arrow", "--compare", "arrow"), "--policy (arrow) cannot be combined with --compare"),
+        (("--compare", ""), "--compare () must be names of policies, separated by commas"),
+        (("--compare", "arrow,"), "--compare (arrow,) must be names of policies, separated by commas"),
+        (("--compare", "arrow,best"), "--compare (best) is not one of arrow,"),
+        (("--load", "drift"), "--load (drift) cannot be combined with --trace"),
+        (("--json", "/dev/null/x"), "--json (/dev/null/x) must be in a folder that exists"),
         (("--slo-ttft", "3"), "--slo-ttft (3) has no unit"),
         (("--step-noise", "1"), "--step-noise"),
         (("--json", "/nowhere/out.json"), "--json (/nowhere/out.json) must be in a folder that exists"),
@@ -110,6 +117,49 @@ def test_a_bad_option_is_refused_in_one_line(trace: Path, arguments: tuple[str, 
     assert (run.returncode, run.stderr.count("\n")) == (2, 1)
     assert message in run.stderr
     assert run.stdout == "", "nothing was simulated before"
+
+
+def test_a_workload_is_required() -> None:
+    error = "error: --trace, --load (neither is given) are the workload: pass one of them\n"
+    assert run_simulate().stderr == error
+
+
+def test_an_output_must_not_replace_the_trace(trace: Path) -> None:
+    run = run_simulate("--trace", trace, "--json", trace)
+    assert run.stderr == f"error: --json ({trace}) must be another file than --trace\n"
+    assert trace.read_text(encoding="utf-8") == TRACE
+
+
+@pytest.mark.parametrize(
+    ("reader", "code", "error"),
+    [
+        ("| true", 0, ""),
+        ("> /dev/full", 2, "error: standard output cannot be written: No space left on device\n"),
+    ],
+)
+def test_files_are_written_though_the_output_cannot_be(
+    trace: Path, tmp_path: Path, reader: str, code: int, error: str
+) -> None:
+    out, recording = tmp_path / "out.json", tmp_path / "run.gz"
+    program = f"{sys.executable} -m fulcrum_cli simulate --profile laptop --instances 2"
+    command = f"{program} --trace {trace} --json {out} --record {recording} {reader}"
+    run = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stderr) == (code, error)
+    assert len(read_json(out)["runs"]) == 1
+    assert len(read_states(recording)) >= 60
+
+
+def test_the_figures_are_printed_though_a_file_cannot_be_written(trace: Path) -> None:
+    run = run_simulate("--trace", trace, "--instances", 2, "--json", "/dev/full")
+    error = "error: --json (/dev/full) cannot be written: No space left on device\n"
+    assert (run.returncode, run.stderr) == (2, error)
+    assert "SLO attainment" in run.stdout
+
+
+def test_the_layout_found_in_the_trace_is_named(trace: Path) -> None:
+    lines = run_simulate("--trace", trace, "--instances", 2).stdout.splitlines()
+    assert lines[0] == "trace.csv: 60 requests (Fulcrum layout), 1.02 a second as recorded"
+    assert lines[1].startswith("balanced:1P1D on 2 x laptop")
 
 
 def test_the_plot_is_one_page_with_a_figure_for_each_policy_and_no_address(

@@ -135,6 +135,20 @@ def test_a_recording_that_breaks_a_rule_is_refused(
     assert message.endswith(expected)
 
 
+def test_control_characters_of_a_file_do_not_reach_the_terminal(refused: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("arrival_s,input_tokens,output_tokens\n\x1b[31mred\a,1,1\n")
+    message = refused("play", "--headless", "--trace", str(path))
+    assert message == f"{path}:2 arrival_s (\\x1b[31mred\\x07) must be a finite number of seconds"
+
+
+def test_a_result_must_not_replace_the_trace(refused: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("arrival_s,input_tokens,output_tokens\n0,1,1\n")
+    message = refused("play", "--headless", "--trace", str(path), "--json", str(path))
+    assert message == f"--json ({path}) must be another file than --trace"
+
+
 @pytest.mark.parametrize("command", [("up", "--local", "-f"), ("play", "-f"), ("play", "--trace")])
 def test_a_missing_file_is_named(refused: Cli, tmp_path: Path, command: tuple[str, ...]) -> None:
     path = tmp_path / "nowhere"
@@ -182,6 +196,16 @@ def test_a_port_in_use_is_named_and_nothing_is_left_behind(refused: Cli, tmp_pat
             ("play", "--load", "steady", "--trace", "x.csv"),
             "--load (steady) cannot be combined with --trace: a trace has its own shape",
         ),
+        (
+            ("web", "--replay", "nosuch"),
+            "--replay (nosuch) cannot be read: No such file or directory",
+        ),
+        (("web", "--replay", "x", "chat"), "SERVICE (chat) cannot be combined with --replay"),
+        (("web", "--replay", "x", "-n", "a"), "--namespace (a) cannot be combined with --replay"),
+        (("web", "--replay", "x", "--record", "y"), "--record (y) cannot be combined with --replay"),
+        (("regret", "--file", "nosuch"), "--file (nosuch) cannot be read: No such file or directory"),
+        (("regret", "--file", "x", "chat"), "SERVICE (chat) cannot be combined with --file"),
+        (("regret", "--file", "x", "--save", "x"), "--save (x) must be another file than --file"),
         (("status",), NO_TARGET_FOUND),
         (("flip", "chat-0", "--to", "decode"), NO_TARGET_FOUND),
         (("drain", "chat-0", "--undo"), NO_TARGET_FOUND),

@@ -60,6 +60,23 @@ def test_the_recorded_requests_become_a_recording_that_the_live_page_replays(
     replay.position_s = replay.duration_s / 2
     state = replay.read_state()
     assert (len(state["tiles"]), state["rates"]["offered"] > 0, replay.duration_s > 28) == (5, True, True)
+    assert (state["mode"], state["slo"]["attained"]) == ("Auto", 0.99)
+    assert state["source"].startswith("simulated run of recorded requests of chat, policy balanced:")
+    assert state["source"].endswith(", replay of run.gz")
+
+
+def test_what_cannot_be_saved_is_one_line(saved: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"--save \(/dev/full\) cannot be written: No space left"):
+        regret(saved, save=Path("/dev/full"))
+
+
+def test_control_characters_of_the_file_do_not_reach_the_terminal(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = json.loads(saved.read_text(encoding="utf-8"))
+    saved.write_text(json.dumps(document | {"service": "\x1b[31mchat"}), encoding="utf-8")
+    regret(saved)
+    assert capsys.readouterr().out.startswith("\\x1b[31mchat: 30 requests")
 
 
 def test_real_engines_need_a_measured_profile(saved: Path) -> None:
