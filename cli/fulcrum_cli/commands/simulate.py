@@ -10,13 +10,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from fulcrum_cli.output_files import replace_file, write_text_file
+from fulcrum_cli.output_files import write_text_file
 from fulcrum_cli.simulation.options import ComparedPolicy, SimulateOptions
 from fulcrum_cli.simulation.page_states import build_states
-from fulcrum_cli.simulation.plot import write_plot
+from fulcrum_cli.simulation.plot import render_plot
 from fulcrum_cli.simulation.progress import show_progress
 from fulcrum_cli.simulation.report_text import format_comparison, format_report, format_spread
 from fulcrum_cli.terminal.printable import print_lines
@@ -59,8 +58,8 @@ def _write_files(runs: Sequence[PolicyRuns], options: SimulateOptions, started_s
         write_text_file("--json", options.json, json.dumps(document, indent=2) + "\n")
     if options.plot is not None:
         title = f"{options.load.name} on {options.run.instances} x {options.run.profile.name}"
-        with replace_file("--plot", options.plot) as file:
-            write_plot(Path(file.name), title, [each.runs[0].result for each in runs])
+        page = render_plot(title, [each.runs[0].result for each in runs])
+        write_text_file("--plot", options.plot, page)
     if options.record is not None:
         write_states(build_states(runs[0].runs[0].result, load=options.load.name), options.record)
 

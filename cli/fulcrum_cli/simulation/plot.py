@@ -5,11 +5,9 @@ The command `simulate` calls it. All values come from `fulcrum_simulator.fleet.t
 
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from fulcrum_core.api.meta import format_duration
-from fulcrum_core.errors import InvalidInput
 from fulcrum_simulator.fleet.run import RunResult
 from fulcrum_simulator.fleet.timeline import Sample, attainment_over_time, thin_out
 
@@ -25,22 +23,14 @@ _PAGE = """<!DOCTYPE html>
 """
 
 
-def write_plot(path: Path, title: str, results: Sequence[RunResult]) -> None:
-    """Write one page with a figure for each run.
-
-    Raises:
-        InvalidInput: if the file cannot be written.
-    """
+def render_plot(title: str, results: Sequence[RunResult]) -> str:
+    """Return one page with a figure for each run."""
     queue_max = max((max(s.waiting, s.decode_legs) for result in results for s in result.samples), default=0)
     figures = [
         _build_figure(result, queue_max).to_html(full_html=False, include_plotlyjs=number == 0)
         for number, result in enumerate(results)
     ]
-    page = _PAGE.format(title=escape(title), figures="\n".join(figures))
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise InvalidInput("--plot", path, f"cannot be written: {error.strerror}") from error
+    return _PAGE.format(title=escape(title), figures="\n".join(figures))
 
 
 def _build_figure(result: RunResult, queue_max: int) -> Any:
