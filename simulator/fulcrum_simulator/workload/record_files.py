@@ -8,6 +8,7 @@ import csv
 import gzip
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -60,9 +61,11 @@ def open_records(path: Path) -> Iterator[tuple[FileLayout, Iterator[Record]]]:
     """
     with _open_text(path) as file:
         lines = _limit_lines(path, file)
-        first = next(lines, "")
-        all_lines = chain((first,), lines)
-        yield _read_json(path, all_lines) if first.lstrip().startswith("{") else _read_csv(path, all_lines)
+        first, blank = next(lines, ""), 0
+        while first and not first.strip():
+            first, blank = next(lines, ""), blank + 1
+        read = _read_json if first.lstrip().startswith("{") else _read_csv
+        yield read(path, chain((first,), lines), blank)
 
 
 @contextmanager
@@ -97,31 +100,40 @@ def _limit_lines(path: Path, file: TextIO) -> Iterator[str]:
 
 
 def _shorten(text: str) -> str:
+    text = " ".join(text.split())
     return text if len(text) <= _VALUE_LENGTH_MAX else f"{text[:_VALUE_LENGTH_MAX]}…"
 
 
-def _read_csv(path: Path, lines: Iterator[str]) -> tuple[FileLayout, Iterator[Record]]:
+def _read_csv(path: Path, lines: Iterator[str], before: int) -> tuple[FileLayout, Iterator[Record]]:
+    """Read a header and rows; `before` is the number of blank lines before them."""
     rows = csv.DictReader(lines, strict=True)
     try:
         columns = list(rows.fieldnames or ())
     except csv.Error as error:
-        raise InvalidInput(f"{path}:1", error, "must be CSV") from error
+        raise InvalidInput(f"{path}:{before + 1}", error, "must be CSV") from error
     layout = find_layout(columns, CSV_LAYOUTS)
     if layout is None:
-        raise _make_layout_error(f"{path}:1", columns, CSV_LAYOUTS)
-    return layout, _read_rows(path, rows)
+        raise _make_layout_error(f"{path}:{before + 1}", columns, CSV_LAYOUTS)
+    twice = next((name for name, count in Counter(filter(None, columns)).items() if count > 1), None)
+    if twice is not None:
+        raise InvalidInput(f"{path}:{before + 1}", _shorten(twice), "must name every column once")
+    return layout, _read_rows(path, rows, before)
 
 
-def _read_rows(path: Path, rows: "csv.DictReader[str]") -> Iterator[Record]:
+def _read_rows(path: Path, rows: "csv.DictReader[str]", before: int) -> Iterator[Record]:
     try:
         for row in rows:
-            yield Record(f"{path}:{rows.line_num}", row)
+            place = f"{path}:{before + rows.line_num}"
+            if rows.restkey in row:
+                rule = "must not hold more values than the header names"
+                raise InvalidInput(place, _shorten(", ".join(row[rows.restkey])) or "empty", rule)
+            yield Record(place, row)
     except csv.Error as error:
-        raise InvalidInput(f"{path}:{rows.line_num + 1}", error, "must be CSV") from error
+        raise InvalidInput(f"{path}:{before + rows.line_num + 1}", error, "must be CSV") from error
 
 
-def _read_json(path: Path, lines: Iterator[str]) -> tuple[FileLayout, Iterator[Record]]:
-    records = _read_objects(path, lines)
+def _read_json(path: Path, lines: Iterator[str], before: int) -> tuple[FileLayout, Iterator[Record]]:
+    records = _read_objects(path, lines, before)
     first = next(records)
     layout = find_layout(first.fields, JSON_LAYOUTS)
     if layout is None:
@@ -129,8 +141,8 @@ def _read_json(path: Path, lines: Iterator[str]) -> tuple[FileLayout, Iterator[R
     return layout, chain((first,), records)
 
 
-def _read_objects(path: Path, lines: Iterator[str]) -> Iterator[Record]:
-    for number, line in enumerate(lines, start=1):
+def _read_objects(path: Path, lines: Iterator[str], before: int) -> Iterator[Record]:
+    for number, line in enumerate(lines, start=before + 1):
         if not line.strip():
             continue
         try:

@@ -16,6 +16,8 @@ from fulcrum_simulator.workload.requests import WorkloadRequest
 
 REQUESTS_MAX = 6_000_000
 """Most requests that a file may have, failed ones included; they take about a gigabyte of memory."""
+TOKENS_MAX = 10_000_000
+"""Most tokens that a prompt or an output may have; longer than any context of a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +98,17 @@ def _read_tokens(cell: Cell) -> int:
         raise cell.make_error("must be a whole number of tokens") from None
     if tokens < 1:
         raise cell.make_error("must be at least 1 token")
+    if tokens > TOKENS_MAX:
+        raise cell.make_error(f"must be at most {TOKENS_MAX} tokens")
     return tokens
 
 
 def _read_ids(cell: Cell) -> tuple[int, ...]:
-    values = cell.value if isinstance(cell.value, list) else cell.text.split()
+    if isinstance(cell.value, list):
+        if not all(type(value) is int for value in cell.value):  # a boolean is an int, too
+            raise cell.make_error("must be whole numbers")
+        return tuple(cell.value)
     try:
-        return tuple(int(value) for value in values)
-    except (ValueError, TypeError):
+        return tuple(map(int, cell.text.split()))
+    except ValueError:
         raise cell.make_error("must be whole numbers") from None

@@ -167,3 +167,19 @@ def test_a_file_with_too_many_requests_is_rejected(tmp_path: Path) -> None:
     path = write(tmp_path, MOONCAKE, MOONCAKE, MOONCAKE)
     with pytest.raises(InvalidInput, match=r":3 \(3\) is above the limit of 2 requests"):
         load_trace(path, requests_max=2)
+
+
+MOONCAKE_REQUEST = '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": %s}'
+
+
+@pytest.mark.parametrize("ids", ["[1e400]", "[1.5]", "[true]", '["1"]', "1e400"])
+def test_block_ids_must_be_whole_numbers(tmp_path: Path, ids: str) -> None:
+    path = write(tmp_path, MOONCAKE_REQUEST % ids)
+    with pytest.raises(InvalidInput, match=r"trace:1 hash_ids \(.*\) must be whole numbers$"):
+        load_trace(path)
+
+
+def test_blank_lines_before_the_first_object_are_skipped(tmp_path: Path) -> None:
+    path = write(tmp_path, "", "  ", MOONCAKE_REQUEST % "[1]", "{")
+    with pytest.raises(InvalidInput, match=r"trace:4 \({\) must be a JSON object$"):
+        load_trace(path)

@@ -137,6 +137,41 @@ def test_columns_may_be_in_any_order_and_optional_ones_are_kept(tmp_path: Path) 
             "must be whole numbers",
             id="a block id that is not a number",
         ),
+        pytest.param(
+            (HEADER, "0,10000001,1"),
+            ":2 input_tokens",
+            "10000001",
+            "must be at most 10000000 tokens",
+            id="a prompt that no engine takes",
+        ),
+        pytest.param(
+            (HEADER, f"0,1,{'9' * 4300}"),
+            ":2 output_tokens",
+            f"{'9' * 60}…",
+            "must be at most 10000000 tokens",
+            id="a number of thousands of digits",
+        ),
+        pytest.param(
+            (HEADER + ",input_tokens", "0,1,1,2"),
+            ":1",
+            "input_tokens",
+            "must name every column once",
+            id="a column twice",
+        ),
+        pytest.param(
+            (HEADER, "0,1,1", "1,1,1,5,6"),
+            ":3",
+            "5, 6",
+            "must not hold more values than the header names",
+            id="a row that is too long",
+        ),
+        pytest.param(
+            ("", " ", HEADER, "0,1,1", "1,1,x"),
+            ":5 output_tokens",
+            "x",
+            "must be a whole number of tokens",
+            id="lines count from the first one, which may be blank",
+        ),
     ],
 )
 def test_an_invalid_file_is_rejected_with_place_value_and_rule(
