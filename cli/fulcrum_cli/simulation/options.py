@@ -13,6 +13,7 @@ from fulcrum_cli.output_files import check_outputs
 from fulcrum_cli.trace_summary import describe_trace
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import EngineProfile, is_profile_path, load_profile
+from fulcrum_core.validation_rules import shorten_value
 from fulcrum_core.values import Slo
 from fulcrum_simulator.fleet.load import ComposedLoad, RecordedLoad, leave_out_overlong
 from fulcrum_simulator.fleet.options import (
@@ -215,7 +216,10 @@ def _parse_compared_policy(name: str, instances: int) -> ComparedPolicy:
     base, plus, suffixes = name.lower().partition("+")
     if base == BEST_STATIC:
         splits = (f"{split}{plus}{suffixes}" for split in list_splits(instances))
-        policies = tuple(parse_policy(split, instances=instances) for split in splits)
+        try:
+            policies = tuple(parse_policy(split, instances=instances) for split in splits)
+        except InvalidInput as error:
+            raise InvalidInput("--policy", shorten_value(name), error.rule) from None
         return ComparedPolicy(BEST_STATIC + plus + suffixes, policies)
     policy = parse_policy(name, instances=instances)
     return ComparedPolicy(str(policy), (policy,))

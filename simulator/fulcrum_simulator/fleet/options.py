@@ -14,6 +14,7 @@ from fulcrum_core.api.pdservice import PDServiceSpec
 from fulcrum_core.api.router import DispatchSpec
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import EngineProfile
+from fulcrum_core.validation_rules import shorten_value
 from fulcrum_core.values import AdmissionMode, DispatchMode, OverloadAction, Slo
 from fulcrum_router.policy.tiers.admission import DEFAULT_TIER_ADMISSION, TierAdmission
 from fulcrum_router.policy.tiers.tier_reserve import Reserve
@@ -106,10 +107,15 @@ class Policy:
 
 
 _DIRECT, _NO_DEFLECT, _PREFIX, _ENFORCE = "+direct", "+nodeflect", "+prefix", "+enforce"
-_DEGRADE = re.compile(r"(.+)\+degrade:([1-9]\d{0,6})")
-_SPLIT = re.compile(r"(arrow|balanced|static|round-robin|xllm):(\d+)p(\d+)d")
-_BUDGET = re.compile(r"colocated(?::(\d+))?")
-_TIMED = re.compile(r"(cold|clairvoyant):(\w+)")
+_DEGRADE = re.compile(r"\+degrade:([1-9]\d{0,6})", re.ASCII)
+_SPLIT = re.compile(r"(arrow|balanced|static|round-robin|xllm):(\d{1,4})p(\d{1,4})d", re.ASCII)
+_BUDGET = re.compile(r"colocated(?::(\d{1,7}))?", re.ASCII)
+_TIMED = re.compile(r"(cold|clairvoyant):(\w+)", re.ASCII)
+_KNOWN = (
+    "arrow, arrow:xPyD, balanced, balanced:xPyD, static:xPyD, static:best, colocated, colocated:TOKENS, "
+    "cold:TIME, clairvoyant, clairvoyant:TIME, dynamo-like, narwhal-like, "
+    "round-robin:xPyD, xllm, xllm:xPyD"
+)
 
 
 def parse_policy(text: str, *, instances: int) -> Policy:
@@ -125,49 +131,57 @@ def parse_policy(text: str, *, instances: int) -> Policy:
         InvalidInput: for another text, or a split that does not have `instances` instances or lacks a role.
             `BEST_STATIC` is such a text: it stands for several runs, which the caller makes of `list_splits`.
     """
-    name = text.lower()
-    if name.startswith(CHOSEN_ON_ARRIVAL) and "+" in name:
-        raise InvalidInput("--policy", text, "takes nothing with +: it does not use the shipped dispatch")
-    if name.endswith(_ENFORCE):
-        policy = parse_policy(name.removesuffix(_ENFORCE), instances=instances)
-        return replace(policy, admission=AdmissionMode.ENFORCE)
-    if found := _DEGRADE.fullmatch(name):
-        tier = TierAdmission(action=OverloadAction.DEGRADE, max_output_tokens=int(found[2]))
-        policy = parse_policy(found[1], instances=instances)
-        return replace(policy, admission=AdmissionMode.ENFORCE, tier_admission=tier)
-    if name.endswith(_PREFIX):
-        return replace(parse_policy(name.removesuffix(_PREFIX), instances=instances), prefix_aware=True)
-    if name.endswith(_NO_DEFLECT):
-        return replace(parse_policy(name.removesuffix(_NO_DEFLECT), instances=instances), deflects=False)
-    if name.endswith(_DIRECT):
-        policy = parse_policy(name.removesuffix(_DIRECT), instances=instances)
-        return replace(policy, dispatch=DispatchMode.DIRECT)
+    base, *parts = text.lower().split("+")
+    if base.startswith(CHOSEN_ON_ARRIVAL) and parts:
+        raise _make_error(text, "takes nothing with +: it does not use the shipped dispatch")
+    if len({part.partition(":")[0] for part in parts}) < len(parts):
+        raise _make_error(text, "must name each part with + once")
+    policy = _parse_base(text, base, instances)
+    for part in parts:
+        policy = _add_part(text, policy, f"+{part}")
+    return policy
+
+
+def _parse_base(text: str, base: str, instances: int) -> Policy:
     even = instances // 2, instances - instances // 2
-    if name in (PolicyName.ARROW, PolicyName.BALANCED, PolicyName.XLLM):
-        return Policy(PolicyName(name), *even)
-    if found := _SPLIT.fullmatch(name):
+    if base in (PolicyName.ARROW, PolicyName.BALANCED, PolicyName.XLLM):
+        return Policy(PolicyName(base), *even)
+    if found := _SPLIT.fullmatch(base):
         return _parse_split(text, PolicyName(found[1]), int(found[2]), int(found[3]), instances)
-    if found := _BUDGET.fullmatch(name):
-        return Policy(PolicyName.COLOCATED, *even, token_budget=int(found[1]) if found[1] else None)
-    if name in (PolicyName.CLAIRVOYANT, PolicyName.DYNAMO, PolicyName.NARWHAL):
-        return Policy(PolicyName(name), *even)
-    if found := _TIMED.fullmatch(name):
+    if found := _BUDGET.fullmatch(base):
+        token_budget = int(found[1]) if found[1] else None
+        if token_budget == 0:
+            raise _make_error(text, "must have a token budget above 0")
+        return Policy(PolicyName.COLOCATED, *even, token_budget=token_budget)
+    if base in (PolicyName.CLAIRVOYANT, PolicyName.DYNAMO, PolicyName.NARWHAL):
+        return Policy(PolicyName(base), *even)
+    if found := _TIMED.fullmatch(base):
         return _parse_timed(text, PolicyName(found[1]), found[2], even)
-    known = (
-        "arrow, arrow:xPyD, balanced, balanced:xPyD, static:xPyD, static:best, colocated, colocated:TOKENS, "
-        "cold:TIME, clairvoyant, clairvoyant:TIME, dynamo-like, narwhal-like, "
-        "round-robin:xPyD, xllm, xllm:xPyD"
-    )
-    raise InvalidInput("--policy", text, f"is not one of {known}")
+    raise _make_error(text, f"is not one of {_KNOWN}")
+
+
+def _add_part(text: str, policy: Policy, part: str) -> Policy:
+    if part == _ENFORCE:
+        return replace(policy, admission=AdmissionMode.ENFORCE)
+    if found := _DEGRADE.fullmatch(part):
+        tier = TierAdmission(action=OverloadAction.DEGRADE, max_output_tokens=int(found[1]))
+        return replace(policy, admission=AdmissionMode.ENFORCE, tier_admission=tier)
+    if part == _PREFIX:
+        return replace(policy, prefix_aware=True)
+    if part == _NO_DEFLECT:
+        return replace(policy, deflects=False)
+    if part == _DIRECT:
+        return replace(policy, dispatch=DispatchMode.DIRECT)
+    raise _make_error(text, f"is not one of {_KNOWN}")
 
 
 def _parse_timed(text: str, name: PolicyName, time: str, even: tuple[int, int]) -> Policy:
     try:
         seconds = parse_duration(time)
     except ValueError as error:
-        raise InvalidInput("--policy", text, str(error)) from None
+        raise _make_error(text, str(error)) from None
     if seconds <= 0:
-        raise InvalidInput("--policy", text, "must have a time above 0s")
+        raise _make_error(text, "must have a time above 0s")
     if name is PolicyName.COLD:
         return Policy(name, *even, flip_downtime_s=seconds)
     return Policy(name, *even, resplit_s=seconds)
@@ -175,9 +189,12 @@ def _parse_timed(text: str, name: PolicyName, time: str, even: tuple[int, int]) 
 
 def _parse_split(text: str, name: PolicyName, prefill: int, decode: int, instances: int) -> Policy:
     if prefill + decode != instances or not prefill or not decode:
-        rule = f"must have at least one instance of each role and {instances} in all"
-        raise InvalidInput("--policy", text, rule)
+        raise _make_error(text, f"must have at least one instance of each role and {instances} in all")
     return Policy(name, prefill, decode)
+
+
+def _make_error(text: str, rule: str) -> InvalidInput:
+    return InvalidInput("--policy", shorten_value(text), rule)
 
 
 def list_splits(instances: int) -> list[Policy]:

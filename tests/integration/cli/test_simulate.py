@@ -96,6 +96,7 @@ def test_a_composed_workload_takes_the_place_of_a_recording(trace: Path) -> None
     ("arguments", "message"),
     [
         (("--policy", "best"), "--policy (best)"),
+        (("--policy", "static:best+foo"), "--policy (static:best+foo) is not one of"),
         (("--instances", "1"), "--instances (1)"),
         (("--scale", "0"), "--scale"),
         (("--seeds", "0"), "--seeds (0)"),

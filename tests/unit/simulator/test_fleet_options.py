@@ -32,11 +32,50 @@ from fulcrum_simulator.workload import WorkloadRequest
         "+direct",
         "arrow+degrade:0",
         "arrow+degrade",
+        "static:٣P٥D",
+        "cold:٣s",
+        "colocated:٣",
+        "arrow+degrade:٣",
+        "arrow+foo",
+        "arrow+",
     ],
 )
 def test_an_unknown_policy_or_a_split_of_other_size_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput, match="--policy"):
         parse_policy(text, instances=8)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("arrow" + "+direct" * 2000, r"must name each part with \+ once"),
+        ("arrow+degrade:5+degrade:6", r"\(arrow\+degrade:5\+degrade:6\) must name each part with \+ once"),
+        (f"static:{'9' * 5000}P1D", "is not one of arrow, "),
+        (f"colocated:{'9' * 5000}", "is not one of arrow, "),
+        ("colocated:0", r"\(colocated:0\) must have a token budget above 0"),
+        ("foo+direct+prefix", r"\(foo\+direct\+prefix\) is not one of arrow, "),
+        ("arrow:8P0D+direct", r"\(arrow:8P0D\+direct\) must have at least one instance of each role"),
+        ("arrow\nx", r"\(arrow x\) is not one of arrow, "),
+    ],
+    ids=lambda value: value[:30],
+)
+def test_a_refused_policy_is_named_as_typed_in_one_short_line(text: str, message: str) -> None:
+    with pytest.raises(InvalidInput, match=rf"^--policy .*{message}") as caught:
+        parse_policy(text, instances=8)
+    assert len(str(caught.value)) < 400
+    assert "\n" not in str(caught.value)
+
+
+def test_parts_of_a_policy_may_come_in_any_order() -> None:
+    policies = {
+        parse_policy(f"arrow{parts}", instances=8)
+        for parts in (
+            "+degrade:64+prefix+direct",
+            "+direct+degrade:64+prefix",
+            "+enforce+PREFIX+degrade:64+direct",
+        )
+    }
+    assert [str(policy) for policy in policies] == ["arrow:4P4D+direct+prefix+degrade:64"]
 
 
 def test_splits_are_named_as_they_are_parsed() -> None:
