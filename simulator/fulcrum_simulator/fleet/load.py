@@ -5,17 +5,23 @@ workload gets another rate, and its phases keep their length. The requests that 
 as they were. `policy_runs` asks for the arrivals of each run.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from fulcrum_core.api.meta import format_duration
+from fulcrum_core.errors import InvalidInput
+from fulcrum_core.formatting import format_count
 from fulcrum_core.profiles import EngineProfile
 from fulcrum_core.values import Slo
 from fulcrum_simulator.workload import (
     COMPOSED,
+    REQUESTS_MAX,
     LengthLimit,
     OverlongRequests,
     WorkloadRequest,
+    compute_repeat_period_s,
     jitter_arrivals,
     repeat_until,
     scale_rate,
@@ -26,6 +32,10 @@ from fulcrum_simulator.workload import (
 DURATION_MIN_S = 600.0
 TTFT_OBJECTIVES_MIN = 50
 """Shortest run: 600 s and 50 times the TTFT objective. In a shorter one a queue has no time to grow."""
+DURATION_MAX_S = 31 * 86400.0
+"""Longest run. Router and autoscaler also work between arrivals, so that its length takes time, too."""
+REPEATED_MAX = 1_000_000
+"""Most requests of a load that is repeated: 1,600 a second for 600 s."""
 
 
 class Load(Protocol):
@@ -50,7 +60,8 @@ class RecordedLoad:
 
     def prepare(self, factor: float, *, slo: Slo, seed: int) -> list[WorkloadRequest]:
         """See `Load`."""
-        return prepare_load(self.requests, scale=self.scale, speed=self.speed * factor, slo=slo, seed=seed)
+        speed = self.speed * factor
+        return prepare_load(self.requests, scale=self.scale, speed=speed, slo=slo, seed=seed, name=self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +74,7 @@ class ReplayedLoad:
     def prepare(self, factor: float, *, slo: Slo, seed: int) -> list[WorkloadRequest]:  # noqa: ARG002
         """See `Load`."""
         assert factor == 1.0
+        _check_duration(self.requests, self.name)
         return list(self.requests)
 
 
@@ -76,26 +88,72 @@ class ComposedLoad:
 
     def prepare(self, factor: float, *, slo: Slo, seed: int) -> list[WorkloadRequest]:
         """See `Load`."""
-        requests, _ = leave_out_overlong(COMPOSED[self.name](self.scale * factor, seed), self.profile)
-        return _repeat_if_short(requests, slo)
+        generate, scale = COMPOSED[self.name], self.scale * factor
+        if scale > 1:
+            _check_count(len(generate(1.0, seed)), scale, self.name)
+        generated = generate(max(scale, sys.float_info.min), seed)  # a rate below may be rounded to 0
+        if not generated:
+            raise InvalidInput("--scale", scale, f"leaves no request of {self.name}")
+        requests, _ = leave_out_overlong(generated, self.profile)
+        if not requests:
+            count = format_count(len(generated), "request")
+            raise InvalidInput(self.name, count, "has no request that fits the profile's KV cache")
+        return _repeat_if_short(requests, slo, self.name)
 
 
 def prepare_load(
-    recorded: Sequence[WorkloadRequest], *, scale: float, speed: float, slo: Slo, seed: int
+    recorded: Sequence[WorkloadRequest],
+    *,
+    scale: float,
+    speed: float,
+    slo: Slo,
+    seed: int,
+    name: str = "the load",
 ) -> list[WorkloadRequest]:
     """Multiply the rate by `scale`, divide all times by `speed`, start at 0, and repeat a load too short.
 
     Arrivals move by up to half the gap to the neighbour on that side, as the seed says; with 0 none moves.
+
+    Raises:
+        InvalidInput: if no request is left, or if there are too many, or for too long a time.
     """
+    _check_count(len(recorded), scale, name)
     scaled = recorded if scale == 1.0 else scale_rate(recorded, scale, seed=seed)
     if not scaled:
-        return []
+        raise InvalidInput("--scale", scale, f"leaves no request of {name}")
     started = list(shift_arrivals(scaled, -scaled[0].arrival_s))
-    return _repeat_if_short(list(speed_up_arrivals(jitter_arrivals(started, seed=seed), speed)), slo)
+    requests = list(speed_up_arrivals(jitter_arrivals(started, seed=seed), speed))
+    _check_duration(requests, name)
+    return _repeat_if_short(requests, slo, name)
 
 
-def _repeat_if_short(requests: Sequence[WorkloadRequest], slo: Slo) -> list[WorkloadRequest]:
-    return repeat_until(requests, max(DURATION_MIN_S, TTFT_OBJECTIVES_MIN * slo.ttft_s))
+def _repeat_if_short(requests: Sequence[WorkloadRequest], slo: Slo, name: str) -> list[WorkloadRequest]:
+    duration_s = max(DURATION_MIN_S, TTFT_OBJECTIVES_MIN * slo.ttft_s)
+    if duration_s > DURATION_MAX_S:
+        rule = f"makes a run of {TTFT_OBJECTIVES_MIN} times that: a run lasts at most 31 days"
+        raise InvalidInput("--slo-ttft", format_duration(slo.ttft_s), rule)
+    period_s = compute_repeat_period_s(requests)
+    if 0 < period_s < duration_s and len(requests) * (duration_s / period_s) > REPEATED_MAX:
+        span = f"{format_count(len(requests), 'request')} in {requests[-1].arrival_s:g} s"
+        rule = (
+            f"must be repeated to last {duration_s:g} s: "
+            f"at its rate that makes more than {REPEATED_MAX:,} requests"
+        )
+        raise InvalidInput(name, span, rule)
+    return repeat_until(requests, duration_s)
+
+
+def _check_count(requests: int, scale: float, name: str) -> None:
+    """Refuse a scale before the copies are made."""
+    if requests * scale > REQUESTS_MAX:
+        rule = f"makes {requests * scale:,.0f} requests of {name}: the limit is {REQUESTS_MAX:,}"
+        raise InvalidInput("--scale", f"{scale:g}", rule)
+
+
+def _check_duration(requests: Sequence[WorkloadRequest], name: str) -> None:
+    last_s = requests[-1].arrival_s
+    if not last_s <= DURATION_MAX_S:  # not a number is refused, too
+        raise InvalidInput(name, f"{last_s:g} s", "must last at most 31 days")
 
 
 def leave_out_overlong(

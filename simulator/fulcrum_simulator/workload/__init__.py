@@ -20,8 +20,9 @@ from fulcrum_simulator.workload.generated import (
 )
 from fulcrum_simulator.workload.prefix_hits import find_block_tokens, leave_out_prefix_hits
 from fulcrum_simulator.workload.requests import LengthLimit, OverlongRequests, WorkloadRequest
-from fulcrum_simulator.workload.traces import Trace, load_trace
+from fulcrum_simulator.workload.traces import REQUESTS_MAX, Trace, load_trace
 from fulcrum_simulator.workload.transforms import (
+    compute_repeat_period_s,
     jitter_arrivals,
     repeat_until,
     scale_rate,
@@ -35,6 +36,7 @@ __all__ = [
     "COMPOSED",
     "DECODE_HEAVY",
     "PREFILL_HEAVY",
+    "REQUESTS_MAX",
     "GeneratedWorkload",
     "LengthDistribution",
     "LengthLimit",
@@ -44,6 +46,7 @@ __all__ = [
     "TrafficMix",
     "WorkloadPhase",
     "WorkloadRequest",
+    "compute_repeat_period_s",
     "find_block_tokens",
     "generate_bursty",
     "generate_moving",

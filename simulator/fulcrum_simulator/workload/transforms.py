@@ -61,7 +61,7 @@ def repeat_until(requests: Sequence[WorkloadRequest], duration_s: float) -> list
     """Repeat a workload, one mean gap after its end, until its arrivals span `duration_s`."""
     if not requests:
         return []
-    period_s = requests[-1].arrival_s - requests[0].arrival_s + _mean_gap_s(requests)
+    period_s = compute_repeat_period_s(requests)
     if period_s <= 0:
         return list(requests)
     rounds = max(1, math.ceil(duration_s / period_s))
@@ -70,6 +70,11 @@ def repeat_until(requests: Sequence[WorkloadRequest], duration_s: float) -> list
         for number in range(rounds)
         for request in requests
     ]
+
+
+def compute_repeat_period_s(requests: Sequence[WorkloadRequest]) -> float:
+    """Return the seconds after which `repeat_until` repeats a workload; 0 if it arrives at one time."""
+    return requests[-1].arrival_s - requests[0].arrival_s + _mean_gap_s(requests)
 
 
 def jitter_arrivals(requests: Sequence[WorkloadRequest], *, seed: int) -> list[WorkloadRequest]:

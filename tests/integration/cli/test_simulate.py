@@ -99,6 +99,7 @@ def test_a_composed_workload_takes_the_place_of_a_recording(trace: Path) -> None
         (("--policy", "static:best+foo"), "--policy (static:best+foo) is not one of"),
         (("--instances", "1"), "--instances (1)"),
         (("--scale", "0"), "--scale"),
+        (("--scale", 1e-10), "--scale (1e-10) leaves no request of trace.csv"),
         (("--seeds", "0"), "--seeds (0)"),
         (("--check-rates",), "--check-rates (no --find-rate) needs a found rate: pass --find-rate"),
         (("--policy", "arrow", "--compare", "arrow"), "--policy (arrow) cannot be combined with --compare"),

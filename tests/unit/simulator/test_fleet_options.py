@@ -8,10 +8,19 @@ from fulcrum_core.errors import InvalidInput
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Slo
 from fulcrum_simulator.fleet.event_queue import STEP_END, EventQueue
-from fulcrum_simulator.fleet.load import leave_out_overlong, prepare_load
+from fulcrum_simulator.fleet.load import (
+    ComposedLoad,
+    Load,
+    RecordedLoad,
+    ReplayedLoad,
+    leave_out_overlong,
+    prepare_load,
+)
 from fulcrum_simulator.fleet.options import Policy, PolicyName, list_splits, parse_policy
 from fulcrum_simulator.rate_search import FoundFactor, find_highest_factor, list_factors_around
 from fulcrum_simulator.workload import WorkloadRequest
+
+LAPTOP = load_profile("laptop")
 
 
 @pytest.mark.parametrize(
@@ -168,3 +177,79 @@ def test_the_factors_around_a_found_one_are_four_on_each_side() -> None:
     factors = list_factors_around(2.0)
     assert sorted(factors) == list(factors)
     assert [factor < 2.0 for factor in factors] == [True] * 4 + [False] * 4
+
+
+def requests_at(*times_s: float) -> list[WorkloadRequest]:
+    return [WorkloadRequest(time_s, 10, 1) for time_s in times_s]
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        pytest.param(
+            RecordedLoad("x.csv", requests_at(0, 1, 2), scale=1e-3),
+            "--scale (0.001) leaves no request of x.csv",
+            id="a trace scaled down to nothing",
+        ),
+        pytest.param(
+            ComposedLoad("tiers", LAPTOP, 1e-10),
+            "--scale (1e-10) leaves no request of tiers",
+            id="a composed load scaled down to nothing",
+        ),
+        pytest.param(
+            ComposedLoad("phases-200s", LAPTOP, 5e-324),
+            "--scale (5e-324) leaves no request of phases-200s",
+            id="a rate that is too small to be a number",
+        ),
+        pytest.param(
+            ComposedLoad("tiers", LAPTOP.model_copy(update={"kv_capacity_tokens": 16})),
+            "tiers (4,983 requests) has no request that fits the profile's KV cache",
+            id="a composed load whose requests are all too long",
+        ),
+        pytest.param(
+            ComposedLoad("tiers-flood", LAPTOP, 1000.0),
+            "--scale (1000) makes 21,",
+            id="a composed load with too many requests",
+        ),
+        pytest.param(
+            RecordedLoad("x.csv", requests_at(*range(7000)), scale=1000.0),
+            "--scale (1000) makes 7,000,000 requests of x.csv: the limit is 6,000,000",
+            id="a trace scaled up too far",
+        ),
+        pytest.param(
+            RecordedLoad("x.csv", requests_at(0, 1e-9)),
+            "x.csv (2 requests in 1e-09 s) must be repeated to last 600 s: at its rate that makes more than "
+            "1,000,000 requests",
+            id="two requests at almost the same time",
+        ),
+        pytest.param(
+            RecordedLoad("x.csv", requests_at(0, 0.1, 0.2), speed=1000.0),
+            "x.csv (3 requests in 0.0002 s) must be repeated to last 600 s",
+            id="a trace of three requests sped up too far",
+        ),
+        pytest.param(
+            RecordedLoad("x.csv", requests_at(0, 1e15)),
+            "x.csv (1e+15 s) must last at most 31 days",
+            id="an arrival in millions of years",
+        ),
+        pytest.param(
+            RecordedLoad("x.csv", requests_at(0, 1), speed=5e-324),
+            "x.csv (inf s) must last at most 31 days",
+            id="a trace slowed down without end",
+        ),
+        pytest.param(
+            ReplayedLoad("recorded requests", requests_at(0, 1e12)),
+            "recorded requests (1e+12 s) must last at most 31 days",
+            id="recorded requests of thousands of years",
+        ),
+    ],
+)
+def test_a_load_that_is_empty_or_has_no_end_is_refused(load: Load, message: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        load.prepare(1.0, slo=Slo(1.0, 0.1), seed=1)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_trace_at_the_limits_is_prepared() -> None:
+    load = RecordedLoad("x.csv", requests_at(0, 31 * 86400)).prepare(1.0, slo=Slo(1.0, 0.1), seed=0)
+    assert load == requests_at(0, 31 * 86400)
