@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fulcrum_cli.option_values import parse_choice, parse_duration_s
+from fulcrum_cli.simulation.options import INSTANCES_MAX
 from fulcrum_cli.terminal.output import OutputFormat, format_columns, format_seconds, render_document
 from fulcrum_cli.terminal.printable import make_printable
 from fulcrum_cli.trace_summary import describe_trace
@@ -101,8 +102,8 @@ def run(
 
 
 def _make_fleet(instances: int, profile: str, *, slo_ttft: str, slo_tpot: str) -> UniformFleet:
-    if instances < 1:
-        raise InvalidInput("--instances", instances, "must be at least 1")
+    if not 1 <= instances <= INSTANCES_MAX:
+        raise InvalidInput("--instances", instances, f"must be between 1 and {INSTANCES_MAX}")
     slo = Slo(parse_duration_s("--slo-ttft", slo_ttft), parse_duration_s("--slo-tpot", slo_tpot))
     return UniformFleet(instances, load_profile(profile), slo)
 

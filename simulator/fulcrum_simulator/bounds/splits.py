@@ -11,11 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fulcrum_core.api.meta import format_duration
 from fulcrum_core.errors import InvalidInput
 from fulcrum_simulator.bounds.fleet import UniformFleet
 from fulcrum_simulator.bounds.rates import count_required, find_highest_rate
 from fulcrum_simulator.bounds.split_queue import SplitQueue, Task, make_tasks
 from fulcrum_simulator.workload.requests import WorkloadRequest
+
+SPLITS_MAX = 100_000
+"""Most splits of a moving split, over all intervals; from each, all splits of the next interval are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,12 @@ def _best_moving(
 ) -> MovingSplit:
     if not 0 < interval_s < math.inf:
         raise InvalidInput("interval_s", interval_s, "must be a positive number of seconds")
+    if arrivals_s[-1] / interval_s * (fleet.instances - 1) > SPLITS_MAX:
+        rule = (
+            f"is too short: {arrivals_s[-1]:g} s of arrivals and {fleet.instances} instances "
+            f"make more than {SPLITS_MAX:,} splits to compute"
+        )
+        raise InvalidInput("interval of the moving split", format_duration(interval_s), rule)
     fixed = _best_fixed(tasks, arrivals_s, fleet)
     intervals = max(1, math.ceil(arrivals_s[-1] / interval_s))
     paths = [_Path(SplitQueue(tasks, arrivals_s, fleet), ())]

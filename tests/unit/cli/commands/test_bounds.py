@@ -68,7 +68,13 @@ def test_resplit_adds_the_best_fixed_and_moving_splits(bounds: Bounds) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--instances", "0"), "error: --instances (0) must be at least 1\n"),
+        (("--instances", "0"), "error: --instances (0) must be between 1 and 1024\n"),
+        (("--instances", "999999999"), "error: --instances (999999999) must be between 1 and 1024\n"),
+        (
+            ("--resplit", "1ms", "--instances", "8"),
+            "error: interval of the moving split (1ms) is too short: 49 s of arrivals and 8 instances make "
+            "more than 100,000 splits to compute\n",
+        ),
         (("--slo-ttft", "3"), "error: --slo-ttft (3) has no unit: write 3s, 3m or 3ms\n"),
         (("--slo-tpot", "0s"), "error: --slo-tpot (0s) must be longer than 0s\n"),
         (("--attainment", "101"), "error: --attainment (101.0) must be above 0 and at most 100\n"),

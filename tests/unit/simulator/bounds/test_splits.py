@@ -158,6 +158,19 @@ def test_a_split_needs_two_instances_and_an_interval_above_0() -> None:
         plan_moving_split(requests, make_fleet(2), interval_s=0)
 
 
+@pytest.mark.parametrize(
+    ("last_s", "instances", "interval_s", "shown"),
+    [(100.0, 3, 0.001, "1ms"), (1e308, 2, 1e-3, "1ms"), (3.1e6, 2, 30.0, "30s")],
+)
+def test_a_moving_split_with_too_many_intervals_is_refused(
+    last_s: float, instances: int, interval_s: float, shown: str
+) -> None:
+    requests = make_requests((0, 1, 1), (last_s, 1, 1))
+    rule = rf"^interval of the moving split \({shown}\) is too short: .* more than 100,000 splits to compute"
+    with pytest.raises(InvalidInput, match=rule):
+        plan_moving_split(requests, make_fleet(instances), interval_s=interval_s)
+
+
 def test_two_instances_have_one_split() -> None:
     requests = make_requests((0, 100, 3), (1, 100, 3))
     assert find_best_fixed_split(requests, make_fleet(2)) == FixedSplit(prefill=1, on_time=2)
