@@ -17,16 +17,26 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.latency import StepModel
-from fulcrum_core.validation_rules import describe_rule
+from fulcrum_core.validation_rules import describe_rule, shorten_value
+from fulcrum_core.yaml_loader import load_documents
 
 _DATA = resources.files("fulcrum_core") / "data" / "profiles"
 PROFILE_NAMES = tuple(sorted(entry.name.removesuffix(".yaml") for entry in _DATA.iterdir()))
 
 UNKNOWN_PROFILE = f"is not one of {', '.join(PROFILE_NAMES)}, nor a .yaml file"
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0, le=1e24, allow_inf_nan=False)]
+Duration = Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)]
+Coefficient = Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]
+PositiveCoefficient = Annotated[float, Field(gt=0, le=3600, allow_inf_nan=False)]
+Count = Annotated[int, Field(gt=0, le=10**18)]
+StepCount = Annotated[int, Field(gt=0, le=10**7)]
+TokenCount = Annotated[int, Field(gt=0, le=10**9)]
+
+STEP_MAX_S = 3600.0
+"""Longest step: one with the whole token budget, as many requests as may run and a full KV cache."""
+BLOCKS_MAX = 10_000_000
+"""Most KV blocks; a simulated engine keeps a list of the free ones."""
 
 
 class EngineProfile(BaseModel):
@@ -34,22 +44,22 @@ class EngineProfile(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(min_length=1)
+    name: str = Field(min_length=1, max_length=253)
     description: str = Field(
         min_length=1, description="Model and hardware of the profile, and the source of its numbers."
     )
-    t0: Positive = Field(description="Fixed duration of a step, seconds.")
-    b: Positive = Field(description="Step duration per prefill token, seconds.")
-    c: NotNegative = Field(description="Step duration per squared prefill token (attention), seconds.")
-    d1: NotNegative = Field(description="Step duration per decoding request, seconds.")
-    d2: Positive = Field(description="Step duration per token of decode context, seconds.")
-    mixed_factor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = Field(
+    t0: PositiveCoefficient = Field(description="Fixed duration of a step, seconds.")
+    b: PositiveCoefficient = Field(description="Step duration per prefill token, seconds.")
+    c: Coefficient = Field(description="Step duration per squared prefill token (attention), seconds.")
+    d1: Coefficient = Field(description="Step duration per decoding request, seconds.")
+    d2: PositiveCoefficient = Field(description="Step duration per token of decode context, seconds.")
+    mixed_factor: Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)] = Field(
         default=1.1, description="Factor by which prefill is slower in a step that also decodes."
     )
-    kv_capacity_tokens: Count = Field(description="KV cache of the instance, tokens.")
-    block_size: Count = Field(description="Tokens per KV block.")
-    token_budget: Count = Field(description="Maximum tokens in a step (max_num_batched_tokens).")
-    max_seqs: Count = Field(description="Maximum running requests (max_num_seqs).")
+    kv_capacity_tokens: TokenCount = Field(description="KV cache of the instance, tokens.")
+    block_size: TokenCount = Field(description="Tokens per KV block.")
+    token_budget: StepCount = Field(description="Maximum tokens in a step (max_num_batched_tokens).")
+    max_seqs: StepCount = Field(description="Maximum running requests (max_num_seqs).")
     kv_bytes_per_token: Count = Field(description="KV cache size of one token over all layers, bytes.")
     params: Count = Field(description="Number of the model's parameters.")
     weight_bytes: Count = Field(description="Size of the model's weights, bytes.")
@@ -59,11 +69,9 @@ class EngineProfile(BaseModel):
     link_bytes_per_s: Positive = Field(
         description="Bandwidth of a KV transfer between two instances, bytes/s."
     )
-    link_setup_s: NotNegative = Field(description="Fixed duration of a KV transfer, seconds.")
-    handshake_s: NotNegative = Field(
-        description="Duration of the first contact between two instances, seconds."
-    )
-    startup_s: NotNegative = Field(description="Time from process start to ready, seconds.")
+    link_setup_s: Duration = Field(description="Fixed duration of a KV transfer, seconds.")
+    handshake_s: Duration = Field(description="Duration of the first contact between two instances, seconds.")
+    startup_s: Duration = Field(description="Time from process start to ready, seconds.")
 
     @property
     def step_model(self) -> StepModel:
@@ -130,26 +138,38 @@ def _read_file(path: str) -> str:
 
 def _parse_mapping(text: str, source: str) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(text)
+        documents = load_documents(text)
     except yaml.YAMLError as error:
         problem = " ".join(str(error).split())
         raise InvalidInput("profile", source, f"is not YAML: {problem}") from error
+    content = documents[0] if len(documents) == 1 else None
     if not isinstance(content, dict):
         raise InvalidInput("profile", source, "is not a mapping of profile fields")
+    for key, value in content.items():  # a list may be long, and through aliases longer than memory
+        if isinstance(value, (dict, list, set, tuple)):
+            raise InvalidInput(f"{source}.{_show(key)}", type(value).__name__, "is not text or a number")
     return content
+
+
+def _show(value: object) -> str:
+    """Return a value of the file on one short line."""
+    try:
+        return shorten_value(str(value))
+    except ValueError:
+        return "a number of thousands of digits"
 
 
 def _first_invalid_field(error: ValidationError, source: str) -> InvalidInput:
     """Return pydantic's first error as path, value and rule."""
     first = error.errors()[0]
-    path = ".".join([source, *map(str, first["loc"])])
+    path = ".".join([source, *map(_show, first["loc"])])
     match first["type"]:
         case "missing":
             return InvalidInput(path, "missing", "is required")
         case "extra_forbidden":
-            return InvalidInput(path, first["input"], "is not a field of an engine profile")
+            return InvalidInput(path, _show(first["input"]), "is not a field of an engine profile")
         case _:
-            return InvalidInput(path, first["input"], describe_rule(first))
+            return InvalidInput(path, _show(first["input"]), describe_rule(first))
 
 
 def _check_sizes(profile: EngineProfile, source: str) -> None:
@@ -159,6 +179,18 @@ def _check_sizes(profile: EngineProfile, source: str) -> None:
     if profile.kv_blocks == 0:
         rule = f"is less than block_size ({profile.block_size})"
         raise InvalidInput(f"{source}.kv_capacity_tokens", profile.kv_capacity_tokens, rule)
+    if profile.kv_blocks > BLOCKS_MAX:
+        rule = f"makes {profile.kv_blocks:,} blocks: the limit is {BLOCKS_MAX:,}"
+        raise InvalidInput(f"{source}.kv_capacity_tokens", profile.kv_capacity_tokens, rule)
+    longest_s = profile.mixed_factor * (
+        profile.t0
+        + profile.b * profile.token_budget
+        + profile.c * profile.token_budget**2
+        + profile.d1 * profile.max_seqs
+        + profile.d2 * profile.kv_capacity_tokens
+    )
+    if longest_s > STEP_MAX_S:
+        raise InvalidInput(source, f"{longest_s:g} s", f"is its longest step: the limit is {STEP_MAX_S:g} s")
 
 
 def _check_physical_limits(profile: EngineProfile, source: str) -> None:

@@ -16,10 +16,10 @@ from fulcrum_core.api.meta import EXTERNAL_INPUT, ApiModel, ObjectMeta, Resource
 from fulcrum_core.api.registry import find_kind
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.validation_rules import describe_rule, shorten_value
+from fulcrum_core.yaml_loader import load_documents
 
 R = TypeVar("R", bound=Resource)
 
-_TIMESTAMP = "tag:yaml.org,2002:timestamp"
 _YAML_BOOLEAN_SPELLINGS = {True: ("On", "Yes"), False: ("Off", "No")}
 _METADATA_FIELDS = {str(field.alias) for field in ObjectMeta.model_fields.values()} | {
     "deletionGracePeriodSeconds",
@@ -28,28 +28,6 @@ _METADATA_FIELDS = {str(field.alias) for field in ObjectMeta.model_fields.values
     "managedFields",
     "selfLink",
 }
-
-
-class _Loader(yaml.SafeLoader):
-    """A YAML loader that keeps times as text and refuses duplicate keys."""
-
-    yaml_implicit_resolvers = {  # noqa: RUF012 - the base class declares it so
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != _TIMESTAMP]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping; a duplicate key is a `ConstructorError` at its second place."""
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key.value} is written twice", key.start_mark
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
 
 
 def parse_as(kind: type[R], raw: Mapping[str, Any]) -> R:
@@ -83,13 +61,16 @@ def parse_object(raw: object) -> Resource:
 
 def read_yaml(text: str) -> Any:
     """Return the content of one YAML document; raise `yaml.YAMLError` if the text is not YAML."""
-    return yaml.load(text, _Loader)
+    documents = load_documents(text)
+    if len(documents) > 1:
+        raise yaml.MarkedYAMLError(problem="has more than one document")
+    return documents[0] if documents else None
 
 
 def load_manifest(text: str, *, source: str) -> tuple[Resource, ...]:
     """Return all objects of a YAML text. Errors name `source` and the number of the document."""
     try:
-        documents = [document for document in yaml.load_all(text, _Loader) if document is not None]
+        documents = [document for document in load_documents(text) if document is not None]
     except yaml.YAMLError as error:
         raise _yaml_error(error, source) from error
     if not documents:

@@ -276,6 +276,12 @@ def test_an_invalid_tier_is_refused_in_one_line(spec: str, line: str) -> None:
             "? {a: 1}\n: 2", "chat.yaml (YAML line 1) found unhashable key", id="an object as a key"
         ),
         pytest.param("\0", "chat.yaml (YAML) cannot be read", id="a control character"),
+        pytest.param("[" * 5000, "chat.yaml (YAML) is nested too deeply", id="nested too deeply"),
+        pytest.param(
+            "a: !!bool x",
+            "chat.yaml (YAML) has a value that is not of its type, or a number of thousands of digits",
+            id="a tag that does not fit",
+        ),
         pytest.param(
             HEAD + "spec: {model: m}\nspec: {model: n}",
             "chat.yaml (YAML line 5) spec is written twice",

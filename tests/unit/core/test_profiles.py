@@ -10,6 +10,8 @@ from fulcrum_core.profiles import PROFILE_NAMES, EngineProfile, load_profile, pa
 
 LAPTOP = load_profile("laptop")
 FIELDS = LAPTOP.model_dump()
+BAD_VALUE = "has a value that is not of its type, or a number of thousands of digits"
+WITHOUT_T0 = yaml.safe_dump({name: value for name, value in FIELDS.items() if name != "t0"})
 
 
 def test_shipped_profiles_load_within_their_physical_limits() -> None:
@@ -88,6 +90,39 @@ def problem_of(changes: dict[str, object], *, without: str = "") -> str:
         pytest.param(
             {"colour": "red"}, "mine.yaml.colour (red) is not a field of an engine profile", id="unknown"
         ),
+        pytest.param({"t0": 1e300}, "mine.yaml.t0 (1e+300) is greater than 3600", id="endless steps"),
+        pytest.param({"c": 1e300}, "mine.yaml.c (1e+300) is greater than 3600", id="endless attention"),
+        pytest.param(
+            {"d2": 1.0},
+            "mine.yaml (72089.8 s) is its longest step: the limit is 3600 s",
+            id="a longest step of a day",
+        ),
+        pytest.param(
+            {"kv_capacity_tokens": 999_999_999_999},
+            "mine.yaml.kv_capacity_tokens (999999999999) is greater than 1e+09",
+            id="a KV cache larger than memory",
+        ),
+        pytest.param(
+            {"kv_capacity_tokens": 100_000_000, "block_size": 1},
+            "mine.yaml.kv_capacity_tokens (100000000) makes 100,000,000 blocks: the limit is 10,000,000",
+            id="more blocks than memory has room for",
+        ),
+        pytest.param(
+            {"token_budget": 10**4000},
+            f"mine.yaml.token_budget (1{'0' * 76}...) is greater than 1e+07",
+            id="a number of 4,000 digits",
+        ),
+        pytest.param(
+            {"params": 10**4000},
+            f"mine.yaml.params (1{'0' * 76}...) is greater than 1e+18",
+            id="a count of 4,000 digits",
+        ),
+        pytest.param(
+            {"name": ["a", "b"]}, "mine.yaml.name (list) is not text or a number", id="a list as a value"
+        ),
+        pytest.param(
+            {"name": "a" * 300}, f"mine.yaml.name ({'a' * 77}...) is longer than 253 characters", id="a name"
+        ),
     ],
 )
 def test_impossible_profile_is_refused_with_path_value_and_rule(
@@ -105,6 +140,29 @@ def test_missing_field_is_named() -> None:
     [
         ("- a list", "profile (mine.yaml) is not a mapping of profile fields"),
         ("", "profile (mine.yaml) is not a mapping of profile fields"),
+        ("[" * 5000, "profile (mine.yaml) is not YAML: is nested too deeply"),
+        (f"t0: {'9' * 5000}", "profile (mine.yaml) is not YAML: " + BAD_VALUE),
+        ("t0: !!bool x", "profile (mine.yaml) is not YAML: " + BAD_VALUE),
+        ("t0: 1\n---\nt0: 1", "profile (mine.yaml) is not a mapping of profile fields"),
+        (
+            f"{WITHOUT_T0}t0: 0x{'F' * 5000}",
+            "mine.yaml.t0 (a number of thousands of digits) is not a number",
+        ),
+        (
+            "t0: 1\nb: 1\nt0: 2",
+            "profile (mine.yaml) is not YAML: t0 is written twice "
+            'in "<unicode string>", line 3, column 1: t0: 2 ^',
+        ),
+    ],
+    ids=[
+        "a list",
+        "empty",
+        "nested",
+        "digits",
+        "a tag",
+        "documents",
+        "hexadecimal digits",
+        "a field twice",
     ],
 )
 def test_yaml_that_is_not_a_mapping_is_refused(text: str, message: str) -> None:
