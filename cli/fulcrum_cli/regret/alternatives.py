@@ -6,6 +6,7 @@ The command `regret` lists them and runs each in the simulator; here they are on
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from fulcrum_cli.simulation.options import INSTANCES_MAX
 from fulcrum_core.api.pdservice import PDServiceSpec
 from fulcrum_core.values import DispatchMode
 from fulcrum_simulator.fleet.options import Policy, PolicyName, list_splits
@@ -47,7 +48,7 @@ class RanAs:
             yield Alternative(self.instances, (replace(ran, dispatch=DispatchMode.QUEUE),))
         yield Alternative(self.instances, (replace(ran, deflects=not ran.deflects),))
         for extra in EXTRA_INSTANCES:
-            if self.instances + extra >= 2:
+            if 2 <= self.instances + extra <= INSTANCES_MAX:
                 policy = self._make_policy(self.policy, self.instances + extra)
                 yield Alternative(self.instances + extra, (policy,))
 

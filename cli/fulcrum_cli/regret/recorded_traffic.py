@@ -11,28 +11,45 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from fulcrum_cli.regret.alternatives import RanAs
+from fulcrum_cli.simulation.options import INSTANCES_MAX
 from fulcrum_core.api.pdservice import PDServiceSpec
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.formatting import format_count
+from fulcrum_core.validation_rules import shorten_value
 from fulcrum_core.values import AutoscalingMode, FlipPolicy, Slo
+from fulcrum_simulator.fleet.load import DURATION_MAX_S
 from fulcrum_simulator.fleet.options import PolicyName
-from fulcrum_simulator.workload import WorkloadRequest
+from fulcrum_simulator.workload import TOKENS_MAX, WorkloadRequest
 
 _MIN_REQUESTS = 20
 _UNSCORED = frozenset({"invalid", "limited"})
 """Outcomes of requests that are left out of the replay: no engine worked for them, whatever the policy."""
 _NOT_JUDGED = _UNSCORED | {"cancelled"}
+_MOST = {
+    "prompt_tokens": TOKENS_MAX,
+    "output_tokens": TOKENS_MAX,
+    "ttft_s": DURATION_MAX_S,
+    "duration_s": DURATION_MAX_S,
+}
+"""Highest values of a request, by field."""
+
+
+def _check_printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("must be printable text on one line")
+    return text
 
 
 _Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Objective = Annotated[float, Field(gt=0, le=DURATION_MAX_S, allow_inf_nan=False)]
 
 
 class _Objectives(BaseModel):
-    ttft_s: Annotated[float, Field(gt=0)]
-    tpot_s: Annotated[float, Field(gt=0)]
+    ttft_s: _Objective
+    tpot_s: _Objective
 
 
 class _Page(BaseModel):
@@ -40,7 +57,7 @@ class _Page(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")  # a newer router may send more
 
-    service: str
+    service: Annotated[str, Field(min_length=1, max_length=253), AfterValidator(_check_printable)]
     slo: _Objectives
     spec: PDServiceSpec | None = None
     """Added by `add_spec`; the router does not know it."""
@@ -121,11 +138,11 @@ def parse_page(document: Any, source: str) -> RecordedTraffic:
         recorded = sorted(_read_requests(page), key=lambda request: request.arrival_s)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the document"
+        place = shorten_value(".".join(map(str, first["loc"]))) or "the document"
         raise InvalidInput(
-            source, place, f"is not as in the page /requests of a router: {first['msg']}"
+            source, place, f"is not as in the page /requests of a router: {' '.join(first['msg'].split())}"
         ) from None
-    except (ValueError, IndexError, OverflowError) as error:
+    except ValueError as error:
         raise InvalidInput(source, "requests", f"are not those of a router: {error}") from None
     load = [request for request in recorded if request.outcome not in _UNSCORED]
     if len(load) < _MIN_REQUESTS:
@@ -148,6 +165,8 @@ def _find_ran_as(page: _Page, source: str) -> RanAs:
     if instances < 2:
         serving = format_count(instances, "serving instance")
         raise InvalidInput(source, serving, "must have at least 2 for a split")
+    if instances > INSTANCES_MAX:
+        raise InvalidInput(source, f"{instances} serving instances", f"must have at most {INSTANCES_MAX}")
     spec = page.spec or PDServiceSpec(model=page.service, instances=instances)
     autoscaling = spec.autoscaling
     policy = PolicyName.BALANCED if autoscaling.policy is FlipPolicy.BALANCED else PolicyName.ARROW
@@ -168,12 +187,19 @@ def _allow_flips(spec: PDServiceSpec) -> PDServiceSpec:
 
 
 def _read_requests(page: _Page) -> Sequence[_Request]:
-    """Raises ValueError if a field is missing, or an outcome has no name."""
+    """Raises ValueError, with the rule, if a field is missing or a value is out of its range."""
     names = ("arrival_s", "prompt_tokens", "output_tokens", "ttft_s", "duration_s", "outcome")
+    for name in names:
+        if name not in page.fields:
+            raise ValueError(f"the field {name} is missing")
     positions = [page.fields.index(name) for name in names]
     requests = []
     for row in page.requests:
-        arrival_s, prompt, output, ttft_s, duration_s, outcome = (row[position] for position in positions)
+        if len(row) != len(page.fields):
+            raise ValueError(f"a request has {len(row)} values for {len(page.fields)} fields")
+        values = [row[position] for position in positions]
+        _check_values(page, dict(zip(names, values, strict=True)))
+        arrival_s, prompt, output, ttft_s, duration_s, outcome = values
         if arrival_s is None or duration_s is None:
             raise ValueError("a request without a time")
         requests.append(
@@ -186,7 +212,18 @@ def _read_requests(page: _Page) -> Sequence[_Request]:
                 page.outcomes[int(outcome or 0)],
             )
         )
+    arrivals = [request.arrival_s for request in requests]
+    if arrivals and (apart_s := max(arrivals) - min(arrivals)) > DURATION_MAX_S:
+        raise ValueError(f"arrivals {apart_s:g} s apart are above {DURATION_MAX_S:g}")
     return requests
+
+
+def _check_values(page: _Page, values: dict[str, float | None]) -> None:
+    for name, most in _MOST.items():
+        if (value := values[name] or 0.0) > most:
+            raise ValueError(f"{name} {value:g} is above {most:g}")
+    if (outcome := values["outcome"] or 0.0) >= len(page.outcomes):
+        raise ValueError(f"outcome {outcome:g} is not below {len(page.outcomes)}, the number of outcomes")
 
 
 def _make_workload(recorded: Sequence[_Request]) -> tuple[WorkloadRequest, ...]:

@@ -20,7 +20,7 @@ from fulcrum_simulator.workload.generated import (
 )
 from fulcrum_simulator.workload.prefix_hits import find_block_tokens, leave_out_prefix_hits
 from fulcrum_simulator.workload.requests import LengthLimit, OverlongRequests, WorkloadRequest
-from fulcrum_simulator.workload.traces import REQUESTS_MAX, Trace, load_trace
+from fulcrum_simulator.workload.traces import REQUESTS_MAX, TOKENS_MAX, Trace, load_trace
 from fulcrum_simulator.workload.transforms import (
     compute_repeat_period_s,
     jitter_arrivals,
@@ -37,6 +37,7 @@ __all__ = [
     "DECODE_HEAVY",
     "PREFILL_HEAVY",
     "REQUESTS_MAX",
+    "TOKENS_MAX",
     "GeneratedWorkload",
     "LengthDistribution",
     "LengthLimit",

@@ -19,7 +19,7 @@ OUTCOMES = ("ok", "invalid", "failed", "cancelled")
 OK, INVALID, FAILED, CANCELLED = range(4)
 
 
-def request(number: int, *, outcome: int = OK, output: int = 11, **changes: Any) -> list[Any]:
+def request(number: int, *, outcome: float = OK, output: int = 11, **changes: Any) -> list[Any]:
     """A request that takes 0.5 s to the first token and 0.05 s for each other one."""
     values = {
         "arrival_s": 1_000.0 + number,
@@ -102,6 +102,11 @@ def test_the_policy_is_that_of_the_service(autoscaling: dict[str, Any], policy: 
     assert {each.instances for each in alternatives} == {4, 5, 6, 7}
 
 
+def test_no_alternative_has_more_instances_than_can_be_simulated() -> None:
+    ran_as = parse_page(page(*ok_requests(), prefill_instances=1020), "page").ran_as
+    assert {each.instances for each in ran_as.list_alternatives()} == {1022, 1023, 1024}
+
+
 @pytest.mark.parametrize("autoscaling", [{"mode": "Advise"}, {"mode": "Off"}, {"flip": {"paused": True}}])
 def test_policies_flip_in_the_comparison_though_the_service_does_not(autoscaling: dict[str, Any]) -> None:
     spec = PDServiceSpec.model_validate({"model": "m", "instances": 5, "autoscaling": autoscaling})
@@ -132,7 +137,61 @@ def test_a_service_with_mode_direct_is_compared_with_mode_queue() -> None:
         pytest.param([], "page (the document) is not as in the page /requests", id="a list"),
         pytest.param(page(slo={"ttft_s": 0}), "page (slo.ttft_s) is not as in the page", id="no objective"),
         pytest.param(page(fields=["arrival_s"]), "page (requests) are not those of a router", id="fields"),
-        pytest.param(page(request(0, outcome=9)), "page (requests) are not those of a router", id="outcome"),
+        pytest.param(
+            page(request(0, outcome=9)),
+            "page (requests) are not those of a router: outcome 9 is not below 4, the number of outcomes",
+            id="outcome",
+        ),
+        pytest.param(
+            page(request(0, outcome=1e300)),
+            "page (requests) are not those of a router: outcome 1e+300 is not below 4",
+            id="a large outcome",
+        ),
+        pytest.param(
+            page([1.0, 2.0]),
+            "page (requests) are not those of a router: a request has 2 values for 8 fields",
+            id="a short request",
+        ),
+        pytest.param(
+            page(fields=["arrival_s"]),
+            "page (requests) are not those of a router: the field prompt_tokens is missing",
+            id="a missing field",
+        ),
+        pytest.param(
+            page(*ok_requests(), request(20, prompt_tokens=1e300)),
+            "page (requests) are not those of a router: prompt_tokens 1e+300 is above 1e+07",
+            id="a prompt without an end",
+        ),
+        pytest.param(
+            page(*ok_requests(), request(20, duration_s=1e308)),
+            "page (requests) are not those of a router: duration_s 1e+308 is above 2.6784e+06",
+            id="a response without an end",
+        ),
+        pytest.param(
+            page(*ok_requests(), request(20, arrival_s=1e12)),
+            "page (requests) are not those of a router: arrivals 1e+12 s apart are above 2.6784e+06",
+            id="arrivals far apart",
+        ),
+        pytest.param(page(service=""), "page (service) is not as in the page", id="no name"),
+        pytest.param(page(service="a" * 254), "page (service) is not as in the page", id="a long name"),
+        pytest.param(
+            page(service="a\x1b[2Jb"), "page (service) is not as in the page", id="control characters"
+        ),
+        pytest.param(
+            page(spec={"model": "m", "a\nb" * 40: 1}), "page (spec.a ba ba b", id="a field of several lines"
+        ),
+        pytest.param(page(service="a\nb"), "page (service) is not as in the page", id="two lines"),
+        *(
+            pytest.param(
+                page(slo={"ttft_s": ttft_s, "tpot_s": 1}), "page (slo.ttft_s) is not as in", id=f"{ttft_s} s"
+            )
+            for ttft_s in (float("inf"), float("nan"), 1e308)
+        ),
+        pytest.param(
+            page(*ok_requests(), prefill_instances=5000),
+            "page (5003 serving instances) must have at most 1024",
+            id="too many instances",
+        ),
         pytest.param(page(request(0, arrival_s=None)), "page (requests) are not those of", id="no time"),
         pytest.param(
             page(request(0, output_tokens=-1)), "page (requests.0.2)", id="a negative number of tokens"
