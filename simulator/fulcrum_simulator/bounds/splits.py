@@ -54,6 +54,7 @@ def plan_moving_split(
     with equal counts, the one with the least work left. Since one state is kept for each split, the result is
     not the optimum: knowing the future may be worth more. It is never below the best fixed split.
     """
+    _check_interval(requests, fleet, interval_s)
     return _best_moving(
         make_tasks(requests, fleet), [request.arrival_s for request in requests], fleet, interval_s
     )
@@ -77,11 +78,21 @@ def find_fixed_split_rate(
 def find_moving_split_rate(
     requests: Sequence[WorkloadRequest], fleet: UniformFleet, *, attainment: float, interval_s: float
 ) -> float:
-    """Return the highest rate, in requests/s, at which `plan_moving_split` reaches that attainment."""
+    """Return the highest rate, in requests/s, at which `plan_moving_split` reaches that attainment.
+
+    At rates so low that the arrivals have too many intervals, the split does not move.
+    """
+    _check_interval(requests, fleet, interval_s)
     required, tasks = count_required(len(requests), attainment), make_tasks(requests, fleet)
+
+    def count_on_time(arrivals_s: Sequence[float]) -> int:
+        if _has_too_many_splits(arrivals_s[-1], fleet, interval_s):
+            return _best_fixed(tasks, arrivals_s, fleet).on_time
+        return _best_moving(tasks, arrivals_s, fleet, interval_s).on_time
+
     return find_highest_rate(
         requests,
-        lambda arrivals_s: _best_moving(tasks, arrivals_s, fleet, interval_s).on_time >= required,
+        lambda arrivals_s: count_on_time(arrivals_s) >= required,
     )
 
 
@@ -101,6 +112,21 @@ def _check_can_split(fleet: UniformFleet) -> None:
         raise InvalidInput("instances", fleet.instances, "must be at least 2 to be split")
 
 
+def _has_too_many_splits(last_s: float, fleet: UniformFleet, interval_s: float) -> bool:
+    return last_s / interval_s * (fleet.instances - 1) > SPLITS_MAX
+
+
+def _check_interval(requests: Sequence[WorkloadRequest], fleet: UniformFleet, interval_s: float) -> None:
+    if not 0 < interval_s < math.inf:
+        raise InvalidInput("interval_s", interval_s, "must be a positive number of seconds")
+    if _has_too_many_splits(requests[-1].arrival_s, fleet, interval_s):
+        rule = (
+            f"is too short: {requests[-1].arrival_s:g} s of arrivals and {fleet.instances} instances "
+            f"make more than {SPLITS_MAX:,} splits to compute"
+        )
+        raise InvalidInput("interval of the moving split", format_duration(interval_s), rule)
+
+
 def _count_fixed(
     tasks: Sequence[Task], arrivals_s: Sequence[float], fleet: UniformFleet, prefill: int
 ) -> int:
@@ -112,14 +138,6 @@ def _count_fixed(
 def _best_moving(
     tasks: Sequence[Task], arrivals_s: Sequence[float], fleet: UniformFleet, interval_s: float
 ) -> MovingSplit:
-    if not 0 < interval_s < math.inf:
-        raise InvalidInput("interval_s", interval_s, "must be a positive number of seconds")
-    if arrivals_s[-1] / interval_s * (fleet.instances - 1) > SPLITS_MAX:
-        rule = (
-            f"is too short: {arrivals_s[-1]:g} s of arrivals and {fleet.instances} instances "
-            f"make more than {SPLITS_MAX:,} splits to compute"
-        )
-        raise InvalidInput("interval of the moving split", format_duration(interval_s), rule)
     fixed = _best_fixed(tasks, arrivals_s, fleet)
     intervals = max(1, math.ceil(arrivals_s[-1] / interval_s))
     paths = [_Path(SplitQueue(tasks, arrivals_s, fleet), ())]

@@ -14,6 +14,7 @@ from fulcrum_simulator.bounds import (
     find_fixed_split_rate,
     find_moving_split_rate,
     plan_moving_split,
+    splits,
 )
 from fulcrum_simulator.bounds.decode_pool import Decode, DecodePool
 from fulcrum_simulator.bounds.rates import TOLERANCE
@@ -169,6 +170,12 @@ def test_a_moving_split_with_too_many_intervals_is_refused(
     rule = rf"^interval of the moving split \({shown}\) is too short: .* more than 100,000 splits to compute"
     with pytest.raises(InvalidInput, match=rule):
         plan_moving_split(requests, make_fleet(instances), interval_s=interval_s)
+
+
+def test_a_moving_split_that_no_rate_allows_has_the_rate_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splits, "SPLITS_MAX", 100)
+    requests, fleet = make_requests((0, 1000, 5), (90, 1000, 5)), make_fleet(2, ttft_s=0.001)
+    assert find_moving_split_rate(requests, fleet, attainment=0.9, interval_s=1) == 0.0
 
 
 def test_two_instances_have_one_split() -> None:
