@@ -32,7 +32,7 @@ from fulcrum_simulator.workload import (
 DURATION_MIN_S = 600.0
 TTFT_OBJECTIVES_MIN = 50
 """Shortest run: 600 s and 50 times the TTFT objective. In a shorter one a queue has no time to grow."""
-DURATION_MAX_S = 31 * 86400.0
+DURATION_MAX_S = 366 * 86400.0
 """Longest run. Router and autoscaler also work between arrivals, so that its length takes time, too."""
 REPEATED_MAX = 1_000_000
 """Most requests of a load that is repeated: 1,600 a second for 600 s."""
@@ -130,7 +130,7 @@ def prepare_load(
 def _repeat_if_short(requests: Sequence[WorkloadRequest], slo: Slo, name: str) -> list[WorkloadRequest]:
     duration_s = max(DURATION_MIN_S, TTFT_OBJECTIVES_MIN * slo.ttft_s)
     if duration_s > DURATION_MAX_S:
-        rule = f"makes a run of {TTFT_OBJECTIVES_MIN} times that: a run lasts at most 31 days"
+        rule = f"makes a run of {TTFT_OBJECTIVES_MIN} times that: a run lasts at most 366 days"
         raise InvalidInput("--slo-ttft", format_duration(slo.ttft_s), rule)
     period_s = compute_repeat_period_s(requests)
     if 0 < period_s < duration_s and len(requests) * (duration_s / period_s) > REPEATED_MAX:
@@ -153,7 +153,7 @@ def _check_count(requests: int, scale: float, name: str) -> None:
 def _check_duration(requests: Sequence[WorkloadRequest], name: str) -> None:
     last_s = requests[-1].arrival_s
     if not last_s <= DURATION_MAX_S:  # not a number is refused, too
-        raise InvalidInput(name, f"{last_s:g} s", "must last at most 31 days")
+        raise InvalidInput(name, f"{last_s:g} s", "must last at most 366 days")
 
 
 def leave_out_overlong(
