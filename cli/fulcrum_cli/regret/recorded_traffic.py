@@ -139,9 +139,8 @@ def parse_page(document: Any, source: str) -> RecordedTraffic:
     except ValidationError as error:
         first = error.errors()[0]
         place = shorten_value(".".join(map(str, first["loc"]))) or "the document"
-        raise InvalidInput(
-            source, place, f"is not as in the page /requests of a router: {' '.join(first['msg'].split())}"
-        ) from None
+        rule = " ".join(first["msg"].removeprefix("Value error, ").split())
+        raise InvalidInput(source, place, f"is not as in the page /requests of a router: {rule}") from None
     except ValueError as error:
         raise InvalidInput(source, "requests", f"are not those of a router: {error}") from None
     load = [request for request in recorded if request.outcome not in _UNSCORED]

@@ -70,15 +70,6 @@ def test_what_cannot_be_saved_is_one_line(saved: Path) -> None:
         regret(saved, save=Path("/dev/full"))
 
 
-def test_control_characters_of_the_file_do_not_reach_the_terminal(
-    saved: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    document = json.loads(saved.read_text(encoding="utf-8"))
-    saved.write_text(json.dumps(document | {"service": "\x1b[31mchat"}), encoding="utf-8")
-    regret(saved)
-    assert capsys.readouterr().out.startswith("\\x1b[31mchat: 30 requests")
-
-
 def test_real_engines_need_a_measured_profile(saved: Path) -> None:
     document = json.loads(saved.read_text(encoding="utf-8"))
     saved.write_text(json.dumps(document | {"spec": {"model": "m", "instances": 5}}), encoding="utf-8")
