@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import TypeVar
 
 from fulcrum_core.latency import StepModel
-from fulcrum_simulator.profiling.least_deviations import fit_not_negative
+from fulcrum_simulator.profiling.least_squares import fit_not_negative
 from fulcrum_simulator.profiling.samples import (
     DecodeMeasurement,
     MixedMeasurement,
