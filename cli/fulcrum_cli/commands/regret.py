@@ -72,7 +72,7 @@ def run(options: RegretOptions) -> None:
     """Read the recorded requests, simulate the alternatives and print them."""
     _check(options)
     if options.file is not None:
-        document, source = _read_saved(options.file), str(options.file)
+        document, source = read_file(options.file), str(options.file)
     else:
         document, source = asyncio.run(_fetch(options))
     traffic = parse_page(document, source)
@@ -99,15 +99,6 @@ def _check(options: RegretOptions) -> None:
     profile = options.profile or ""
     inputs = {"--file": options.file, "--profile": Path(profile) if is_profile_path(profile) else None}
     check_outputs({"--save": options.save, "--record": options.record}, inputs)
-
-
-def _read_saved(file: Path) -> Any:
-    try:
-        return read_file(file)
-    except InvalidInput as error:
-        if isinstance(cause := error.__cause__, OSError):  # its own text repeats the name
-            raise InvalidInput("--file", str(file), f"cannot be read: {cause.strerror}") from cause
-        raise
 
 
 async def _fetch(options: RegretOptions) -> tuple[Any, str]:

@@ -118,7 +118,9 @@ def read_file(path: Path) -> Any:
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise InvalidInput("--file", path, f"cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
         raise InvalidInput("--file", path, f"cannot be read: {error}") from error
 
 
