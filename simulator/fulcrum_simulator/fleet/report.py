@@ -123,16 +123,16 @@ def _split_request_time(scored: Sequence[RequestResult]) -> dict[str, float | No
 
 
 def _split_time_without_prefill_leg(scored: Sequence[RequestResult]) -> dict[str, float | None]:
-    """The same for those whose prompt the instance computed that decoded."""
+    """Split the mean time of a successful request whose prompt was computed where it decoded."""
     stages = [
-        (r.ttft_s, r.last_token_s - r.first_token_s)
+        (r.first_token_s - r.request.arrival_s, r.last_token_s - r.first_token_s)
         for r in scored
         if r.outcome is Outcome.OK and r.prefill_end_s is None and r.first_token_s and r.last_token_s
     ]
-    return {
-        "to_first_token": _mean([ttft_s for ttft_s, _ in stages if ttft_s is not None]),
-        "decode": _mean([decode_s for _, decode_s in stages]),
-    }
+    to_first_token, decode = (
+        (_mean(column) for column in zip(*stages, strict=True)) if stages else (None, None)
+    )
+    return {"to_first_token": to_first_token, "decode": decode}
 
 
 def _split_instance_time(result: RunResult) -> dict[str, float | None]:
