@@ -19,13 +19,12 @@ WORKING_PHASES = (Phase.SERVING, Phase.DRAINING)
 def ready_instances(observed: Observed) -> frozenset[str]:
     """Names of the instances in phase Serving whose engine runs and is not terminating."""
     return frozenset(
-        i.metadata.name
-        for i in observed.instances
-        if i.is_serving and _engine_runs(observed, i.metadata.name)
+        i.metadata.name for i in observed.instances if i.is_serving and engine_runs(observed, i.metadata.name)
     )
 
 
-def _engine_runs(observed: Observed, name: str) -> bool:
+def engine_runs(observed: Observed, name: str) -> bool:
+    """Whether an instance has an engine that runs and is not terminating."""
     engine = observed.engines.get(name)
     return engine is not None and engine.state is EngineState.RUNNING and not engine.terminating
 

@@ -13,6 +13,7 @@ from fulcrum_core.api.labels import POOL_LABEL, SERVICE_LABEL
 from fulcrum_operator.plan.instance_state import (
     WORKING_PHASES,
     active_instances,
+    engine_runs,
     instance_number,
     instance_order,
     members_of,
@@ -118,18 +119,20 @@ def removal_order(observed: Observed, candidates: tuple[PDInstance, ...]) -> tup
     """Names of the candidates, the cheapest to remove first.
 
     In this order: instances that do not work; those already cordoned, so that the choice does not change;
-    those that are not the last of their role in their revision, so that the rest can serve on; those with
-    the fewest legs in the router's last report; those with the highest number.
+    those whose engines do not run, since the others will serve soon; those that are not the last of their
+    role in their revision, so that the rest can serve on; those with the fewest legs in the router's last
+    report; those with the highest number.
     """
     legs = {state.name: state.legs for state in observed.router.instances} if observed.router else {}
     entries = observed.assignment.spec.roles if observed.assignment else {}
     last = _last_of_role(observed)
 
-    def cost(instance: PDInstance) -> tuple[bool, bool, bool, int, int]:
+    def cost(instance: PDInstance) -> tuple[bool, bool, bool, bool, int, int]:
         name = instance.metadata.name
         cordoned = name in entries and entries[name].cordoned
         working = instance.status.phase in WORKING_PHASES
-        return working, not cordoned, name in last, legs.get(name, 0), -instance_order(name)[0]
+        runs = engine_runs(observed, name)
+        return working, not cordoned, runs, name in last, legs.get(name, 0), -instance_order(name)[0]
 
     return tuple(instance.metadata.name for instance in sorted(candidates, key=cost))
 

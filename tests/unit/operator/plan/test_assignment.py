@@ -6,6 +6,7 @@ import pytest
 
 from fulcrum_core.api import Floors, PDAssignment, PDAssignmentSpec, Refusal
 from fulcrum_core.assignment import AssignmentRules, build_flip, may_apply
+from fulcrum_core.ports import EngineState
 from fulcrum_core.values import Actor, Phase, Role
 from fulcrum_operator.plan import Observed, plan_service
 from fulcrum_operator.plan.assignment import (
@@ -20,6 +21,7 @@ from tests.unit.operator.builders import (
     P,
     assignment,
     assignment_spec,
+    engines,
     entry,
     instance,
     pool,
@@ -218,6 +220,17 @@ def test_with_equal_requests_the_highest_number_is_removed() -> None:
 def test_instance_that_does_not_serve_is_removed_first() -> None:
     observed = scaled_down(FOUR, 3)
     assert cordoned(scaled_down(FOUR, 3, instances=with_failed(observed, "chat-1"))) == ["chat-1"]
+
+
+def test_of_instances_that_do_not_serve_the_one_whose_engine_does_not_run_is_removed_first() -> None:
+    """The other one will serve within a reconcile."""
+    observed = scaled_down(FOUR, 3)
+    starting = tuple(
+        instance(i.metadata.name, Phase.STARTING) if i.metadata.name in ("chat-2", "chat-3") else i
+        for i in observed.instances
+    )
+    states = engines(FOUR, chat_2=EngineState.STARTING)
+    assert cordoned(scaled_down(FOUR, 3, instances=starting, engines=states)) == ["chat-2"]
 
 
 def test_the_last_decode_instance_is_never_removed() -> None:
