@@ -128,6 +128,7 @@ class ServiceMachine(RuleBasedStateMachine):
             return
         simulated = self.simulated
         simulated.router_up = True
+        simulated.reconcile()  # an edit that is not allowed is refused with all that is written beside it
         simulated.edit_service(engine={"image": "z"}, rollout={"maxSurge": 1, "progressDeadline": "60s"})
         assert simulated.assignment
         entries = simulated.assignment.spec.roles.items()
