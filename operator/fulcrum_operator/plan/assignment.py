@@ -277,7 +277,7 @@ def _flip_to_make_room(
     rules: AssignmentRules,
 ) -> PDAssignmentSpec:
     """Give a remaining instance the role of one that a floor keeps, so that it can be removed later."""
-    unremovable = [name for name in removal.candidates if name not in leaving and name in serving]
+    unremovable = [name for name in removal.candidates if name not in leaving]
     for name in unremovable[:1]:
         role = Role(spec.roles[name].role)
         others = list_assigned(spec.roles, serving - set(removal.candidates), role.other)

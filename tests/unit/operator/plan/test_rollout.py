@@ -380,3 +380,23 @@ def test_instance_keeps_its_start_spec_until_it_is_replaced() -> None:
 def test_single_instance_plays_both_roles() -> None:
     chat_fleet = make_settled_service({"instances": 1})
     assert [i.status.role for i in chat_fleet.instances.values()] == [Role.BOTH]
+
+
+def test_an_instance_that_never_serves_gives_its_role_to_one_that_does() -> None:
+    """The floor of prefill counts the bad instance, so that another one must prefill before it can go."""
+    bounds = {"min": 1, "max": 8}
+    spec = {
+        "pools": [{"name": "flex", "instances": bounds}],
+        "roles": {"prefill": {"min": 2}, "decode": {"min": 2}},
+        "autoscaling": {"scale": {"owner": "External"}},
+    }
+    chat_fleet = make_settled_service(spec)
+    chat_fleet.lose_engine("chat-0", deleted=True)
+    chat_fleet.scale("chat-flex", 5)
+    chat_fleet.edit_service(
+        engine={"image": "b", "profile": BAD_PROFILE}, rollout={"maxSurge": 0, "maxUnavailable": 2}
+    )
+    chat_fleet.reconcile()
+    chat_fleet.edit_service(engine={"image": "good"}, rollout={"maxSurge": 1, "progressDeadline": "60s"})
+    chat_fleet.settle()
+    assert [i.status.phase for i in chat_fleet.instances.values()] == [Phase.SERVING] * 5
