@@ -150,8 +150,10 @@ def _simulate(
     if not requests:
         raise InvalidInput("recorded requests", len(traffic.requests), f"are all too long: {overlong}")
     load, results = ReplayedLoad("recorded requests", requests), list[_Result]()
-    with show_progress() as on_run:
-        for alternative in traffic.ran_as.list_alternatives():
+    alternatives = list(traffic.ran_as.list_alternatives())
+    policies = sum(len(alternative.policies) for alternative in alternatives)
+    with show_progress(policies * seeds) as on_run:
+        for alternative in alternatives:
             options = RunOptions(
                 profile=profile,
                 instances=alternative.instances,

@@ -32,7 +32,8 @@ def run(options: SimulateOptions) -> None:
     started_s = time.monotonic()
     if options.overlong:
         print(f"{options.load.name}: {options.overlong}", file=sys.stderr)
-    with show_progress() as on_run:
+    policies = sum(len(compared.policies) for compared in options.compared)
+    with show_progress(policies * len(options.seeds)) as on_run:
         runs = [_run_compared(compared, options, on_run) for compared in options.compared]
     try:
         _write_files(runs, options, started_s)

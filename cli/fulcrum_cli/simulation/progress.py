@@ -9,21 +9,29 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fulcrum_simulator.fleet.options import RunOptions
+from fulcrum_simulator.fleet.options import Policy, RunOptions
 from fulcrum_simulator.fleet.policy_runs import OnRun
 
 
 @contextmanager
-def show_progress() -> Iterator[OnRun]:
-    """Show the run in progress; yields what is called before each run."""
+def show_progress(runs: int) -> Iterator[OnRun]:
+    """Show the run in progress, of so many; yields what is called before each run.
+
+    All rates that a search tries with a policy and a seed count as one run.
+    """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=1.0)
+        begun: list[tuple[Policy, int, int]] = []
 
         def begin(run: RunOptions, factor: float) -> Callable[[float], None]:
+            if (which := (run.policy, run.instances, run.seed)) not in begun[-1:]:
+                begun.append(which)
+            number = f"run {len(begun)} of {runs}: " if runs > 1 else ""
             at_factor = "" if factor == 1.0 else f" at {factor:.3g} x the rate"
-            progress.update(task, description=f"{run.policy}, seed {run.seed}{at_factor}", completed=0.0)
+            description = f"{number}{run.policy}, seed {run.seed}{at_factor}"
+            progress.update(task, description=description, completed=0.0)
             return lambda share: progress.update(task, completed=share)
 
         yield begin
