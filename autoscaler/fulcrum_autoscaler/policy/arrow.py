@@ -8,7 +8,7 @@ measures the loads, `victims` chooses the instance. `propose_assignment` and `ho
 
 from dataclasses import dataclass, replace
 
-from fulcrum_autoscaler.policy.decisions import DecisionAction, FlipDecision, Trigger
+from fulcrum_autoscaler.policy.decisions import DecisionAction, FlipDecision, Trigger, hold
 from fulcrum_autoscaler.policy.loads import Loads, measure_loads
 from fulcrum_autoscaler.policy.observation import AutoscalingRules, Observation, why_unusable
 from fulcrum_autoscaler.policy.victims import NoVictim, choose_victim, with_autoscaler_flip
@@ -47,14 +47,12 @@ def decide_on_tick(
     loads = measure_loads(observation, rules.slo)
     cause = _why_decode_needs_instance(loads, rules)
     if cause is None:
-        return MonitorState(), _hold(
-            observation, Trigger.TICK, _why_no_flip(loads, rules), loads, now_s=now_s
-        )
+        return MonitorState(), hold(observation, _why_no_flip(loads, rules), loads=loads, now_s=now_s)
     consecutive_ticks = min(monitor_state.consecutive_ticks + 1, rules.consecutive_ticks)
     if consecutive_ticks < rules.consecutive_ticks:
         reason = f"{cause}, for {consecutive_ticks} of {rules.consecutive_ticks} ticks"
-        return MonitorState(consecutive_ticks), _hold(
-            observation, Trigger.TICK, reason, loads, consecutive_ticks=consecutive_ticks, now_s=now_s
+        return MonitorState(consecutive_ticks), hold(
+            observation, reason, loads=loads, consecutive_ticks=consecutive_ticks, now_s=now_s
         )
     cause = f"{cause}, for {format_count(consecutive_ticks, 'tick')}"
     decision = _try_flip(observation, Role.DECODE, rules, cause, Trigger.TICK, loads, now_s=now_s)
@@ -82,10 +80,10 @@ def decide_on_flip_request(
     if request.role is Role.PREFILL:
         refusal = _why_decode_cannot_spare(loads, rules)
         if refusal:
-            return replace(
-                _hold(observation, Trigger.FLIP_REQUEST, f"{cause}; {refusal}", loads, now_s=now_s),
-                action=DecisionAction.REFUSE,
+            held = hold(
+                observation, f"{cause}; {refusal}", trigger=Trigger.FLIP_REQUEST, loads=loads, now_s=now_s
             )
+            return replace(held, action=DecisionAction.REFUSE)
     return _try_flip(observation, request.role, rules, cause, Trigger.FLIP_REQUEST, loads, now_s=now_s)
 
 
@@ -108,11 +106,11 @@ def hold_if_blocked(
 ) -> FlipDecision | None:
     """Hold if autoscaling is off or paused, or the observation is not usable; None: a policy may decide."""
     if rules.mode is AutoscalingMode.OFF:
-        return _hold(observation, trigger, "autoscaling is off", now_s=now_s)
+        return hold(observation, "autoscaling is off", trigger=trigger, now_s=now_s)
     if rules.paused:
-        return _hold(observation, trigger, "flips are paused", now_s=now_s)
+        return hold(observation, "flips are paused", trigger=trigger, now_s=now_s)
     unusable = why_unusable(observation, rules, now_s=now_s)
-    return _hold(observation, trigger, f"cannot decide: {unusable}", now_s=now_s) if unusable else None
+    return hold(observation, f"cannot decide: {unusable}", trigger=trigger, now_s=now_s) if unusable else None
 
 
 def _why_decode_needs_instance(loads: Loads, rules: AutoscalingRules) -> str | None:
@@ -161,27 +159,6 @@ def _why_decode_cannot_spare(loads: Loads, rules: AutoscalingRules) -> str | Non
     return None
 
 
-def _hold(
-    observation: Observation,
-    trigger: Trigger,
-    reason: str,
-    loads: Loads | None = None,
-    *,
-    consecutive_ticks: int = 0,
-    now_s: float,
-) -> FlipDecision:
-    return FlipDecision(
-        at_s=now_s,
-        action=DecisionAction.HOLD,
-        trigger=trigger,
-        reason=reason,
-        loads=loads,
-        consecutive_ticks=consecutive_ticks,
-        split=observation.format_split(),
-        generation=observation.generation,
-    )
-
-
 def _try_flip(
     observation: Observation,
     to: Role,
@@ -192,14 +169,14 @@ def _try_flip(
     *,
     now_s: float,
 ) -> FlipDecision:
-    hold = _hold(observation, trigger, cause, loads, now_s=now_s)
+    held = hold(observation, cause, trigger=trigger, loads=loads, now_s=now_s)
     choice = choose_victim(observation, to, rules, now_s=now_s)
     if isinstance(choice, NoVictim):
         return replace(
-            hold, action=DecisionAction.REFUSE, reason=f"{cause}; {choice.reason}", rejected=choice.rejected
+            held, action=DecisionAction.REFUSE, reason=f"{cause}; {choice.reason}", rejected=choice.rejected
         )
     return replace(
-        hold,
+        held,
         action=DecisionAction.FLIP if rules.mode is AutoscalingMode.AUTO else DecisionAction.ADVISE,
         reason=f"{cause}; cheapest to flip: {choice.instance} ({choice.reason})",
         instance=choice.instance,

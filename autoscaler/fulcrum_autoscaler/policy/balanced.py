@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass, replace
 
 from fulcrum_autoscaler.policy.batch_limit import UNKNOWN_LIMIT, BatchLimit
-from fulcrum_autoscaler.policy.decisions import DecisionAction, FlipDecision, RejectedInstance, Trigger
+from fulcrum_autoscaler.policy.decisions import DecisionAction, FlipDecision, RejectedInstance, hold
 from fulcrum_autoscaler.policy.decode_correction import NO_CORRECTION, DecodeCorrection
 from fulcrum_autoscaler.policy.forecast import DemandSample, add_sample, compute_rates
 from fulcrum_autoscaler.policy.observation import AutoscalingRules, Observation
@@ -81,11 +81,11 @@ def decide_balance(
     rates = compute_rates(state.samples)
     if rates is None or not prefill_count or not decode_count:
         state = replace(state, regret_s=0.0, correction=NO_CORRECTION)
-        return state, _hold(observation, "the demand is not known yet", now_s)
+        return state, hold(observation, "the demand is not known yet", now_s=now_s)
     need = measure_need(observation, rates, rules.slo, state.batch_limit.requests)
     if need is None:
-        hold = _hold(observation, "no latency model is known yet", now_s)
-        return replace(state, regret_s=0.0, correction=NO_CORRECTION), replace(hold, forecast=rates)
+        held = hold(observation, "no latency model is known yet", now_s=now_s)
+        return replace(state, regret_s=0.0, correction=NO_CORRECTION), replace(held, forecast=rates)
     correction = state.correction.follow(
         need.tokens,
         rates,
@@ -143,7 +143,7 @@ def _weigh(
             f"at most {COMFORT:.2f} is enough" if current.worst <= COMFORT else "no other split is better"
         )
         reason = f"split {current}: {better}"
-        return replace(state, regret_s=0.0, to=None), _hold(observation, reason, now_s)
+        return replace(state, regret_s=0.0, to=None), hold(observation, reason, now_s=now_s)
     to = Role.PREFILL if flips > 0 else Role.DECODE
     excess = min(EXCESS_MAX, current.worst - max(target.worst, COMFORT))
     regret = (state.regret_s if state.to is to else 0.0) + excess * seconds
@@ -151,7 +151,7 @@ def _weigh(
     state = replace(state, regret_s=regret, to=to)
     cause = f"split {current}, better: {target}; regret {regret:.2f} s, a flip follows at {price:.2f} s"
     if regret < price:
-        return state, _hold(observation, cause, now_s)
+        return state, hold(observation, cause, now_s=now_s)
     decision = _flip(observation, rules, to, abs(flips), cause, now_s)
     return (
         replace(state, regret_s=0.0, to=None) if decision.action is DecisionAction.FLIP else state
@@ -177,25 +177,14 @@ def _flip(
             trial,
             assignment=with_autoscaler_flip(trial.assignment, choice.instance, to, reason="", now_s=now_s),
         )
-    hold = _hold(observation, f"{cause}; {described}", now_s)
+    held = hold(observation, f"{cause}; {described}", now_s=now_s)
     if not chosen:
-        return replace(hold, action=DecisionAction.REFUSE, rejected=rejected)
+        return replace(held, action=DecisionAction.REFUSE, rejected=rejected)
     return replace(
-        hold,
+        held,
         action=DecisionAction.FLIP if rules.mode is AutoscalingMode.AUTO else DecisionAction.ADVISE,
         instance=chosen[0],
         further_instances=tuple(chosen[1:]),
         to=to,
         rejected=rejected,
-    )
-
-
-def _hold(observation: Observation, reason: str, now_s: float) -> FlipDecision:
-    return FlipDecision(
-        at_s=now_s,
-        action=DecisionAction.HOLD,
-        trigger=Trigger.TICK,
-        reason=reason,
-        split=observation.format_split(),
-        generation=observation.generation,
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from fulcrum_autoscaler.policy import arrow
 from fulcrum_autoscaler.policy.arrow import MonitorState, hold_if_blocked
 from fulcrum_autoscaler.policy.balanced import BalanceState, decide_balance, forget_time
-from fulcrum_autoscaler.policy.decisions import DecisionAction, FlipDecision, Trigger
+from fulcrum_autoscaler.policy.decisions import DecisionAction, FlipDecision, Trigger, hold
 from fulcrum_autoscaler.policy.observation import AutoscalingRules, Observation
 from fulcrum_core.router_state import FlipRequest
 from fulcrum_core.values import FlipPolicy
@@ -52,11 +52,8 @@ def decide_on_flip_request(
         decision = arrow.decide_on_flip_request(request, observation, rules, now_s=now_s)
         return (PolicyState() if decision.action is DecisionAction.FLIP else state), decision
     blocked = hold_if_blocked(observation, rules, Trigger.FLIP_REQUEST, now_s=now_s)
-    return state, blocked or FlipDecision(
-        at_s=now_s,
-        action=DecisionAction.REFUSE,
-        trigger=Trigger.FLIP_REQUEST,
-        reason="the policy balanced decides at ticks, not on flip requests",
-        split=observation.format_split(),
-        generation=observation.generation,
-    )
+    if blocked:
+        return state, blocked
+    reason = "the policy balanced decides at ticks, not on flip requests"
+    held = hold(observation, reason, trigger=Trigger.FLIP_REQUEST, now_s=now_s)
+    return state, replace(held, action=DecisionAction.REFUSE)

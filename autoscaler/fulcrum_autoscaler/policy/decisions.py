@@ -9,6 +9,7 @@ from typing import Any
 
 from fulcrum_autoscaler.policy.forecast import Rates
 from fulcrum_autoscaler.policy.loads import Loads
+from fulcrum_autoscaler.policy.observation import Observation
 from fulcrum_core.values import Role
 
 
@@ -67,3 +68,25 @@ class FlipDecision:
     def dump(self) -> dict[str, Any]:
         """Return the decision as `/decisions` serves it."""
         return asdict(self)
+
+
+def hold(
+    observation: Observation,
+    reason: str,
+    *,
+    trigger: Trigger = Trigger.TICK,
+    loads: Loads | None = None,
+    consecutive_ticks: int = 0,
+    now_s: float,
+) -> FlipDecision:
+    """Return the decision to flip nothing, made on this observation."""
+    return FlipDecision(
+        at_s=now_s,
+        action=DecisionAction.HOLD,
+        trigger=trigger,
+        reason=reason,
+        loads=loads,
+        consecutive_ticks=consecutive_ticks,
+        split=observation.format_split(),
+        generation=observation.generation,
+    )
