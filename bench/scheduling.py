@@ -1,15 +1,15 @@
 """Policies against bounds and one another: the highest rates that keep an SLO attainment, by simulation.
 
-    python bench/scheduling.py --traces FOLDER [--ours POLICY] [--use development|test] [--seeds N] [--jobs N]
-                               [--only WORKLOAD…] [--quick] [--runs FILE] [--json FILE]
+    python bench/scheduling.py --traces FOLDER [--ours POLICY] [--use development|seen|test] [--seeds N]
+                               [--jobs N] [--only WORKLOAD…] [--quick] [--runs FILE] [--json FILE]
 
 Workloads and their use are in `scheduling_workloads.toml`. Prints the rates, then one table of figures with
 their bars; exit code 1 if one misses its bar. `--quick` runs two workloads with one seed. Each figure is the
 median of the ratios of single seeds, with their range.
 
 With `--runs FILE` every simulated run is appended to the file, and those in it are not repeated: what was
-stopped goes on. Runs of other code stay in the file and do not count; a trace
-that has changed needs another name.
+stopped goes on. Runs of other code stay in the file and do not count; a trace that has changed needs another
+name.
 
 The simulator is compiled first, which takes a minute once, and gives the same figures in half the time.
 Without mypyc (`.venv/.dev`) or a C compiler it runs as Python; the first line tells which.
@@ -20,7 +20,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,6 +48,7 @@ from fulcrum_core.profiles import load_profile
 from fulcrum_simulator.bounds import (
     UniformFleet,
     compute_fluid_rate,
+    compute_metric_rate,
     find_fcfs_rate,
     find_prefill_burst_rate,
 )
@@ -60,8 +61,10 @@ ARROW, EVEN = SHIPPED_ARROW + AS_PUBLISHED, "static:4P4D" + AS_PUBLISHED
 BEST, CLAIRVOYANT = BEST_STATIC, "clairvoyant:30s"
 """With the default dispatch, as ours."""
 PUBLISHED_BEST = BEST_STATIC + AS_PUBLISHED
+COLOCATED = "colocated" + AS_PUBLISHED
 OTHERS = (
-    *(name + AS_PUBLISHED for name in ("dynamo-like", "narwhal-like", "cold:60s", "cold:300s", "colocated")),
+    *(name + AS_PUBLISHED for name in ("dynamo-like", "narwhal-like", "cold:60s", "cold:300s")),
+    COLOCATED,
     "xllm",
     "round-robin:4P4D",
 )
@@ -97,11 +100,33 @@ def compare(
     rates: Rates, workloads: Sequence[Workload], ours: str, other: str, bar: float
 ) -> list[tuple[str, list[float]]]:
     """Return the ratios of two policies' rates, seed by seed, for each workload."""
+    return _compare(rates, workloads, (ours, other), bar, lambda measured: measured.rates_rps)
+
+
+def compare_tokens(
+    rates: Rates, workloads: Sequence[Workload], ours: str, other: str, bar: float
+) -> list[tuple[str, list[float]]]:
+    """Return the ratios of the tokens in time each second at these rates: long requests count for more."""
+
+    def compute_tokens(measured: Measured) -> list[float]:
+        return [a * b for a, b in zip(measured.rates_rps, measured.token_shares, strict=True)]
+
+    return _compare(rates, workloads, (ours, other), bar, compute_tokens)
+
+
+def _compare(
+    rates: Rates,
+    workloads: Sequence[Workload],
+    policies: tuple[str, str],
+    bar: float,
+    get: Callable[[Measured], Sequence[float]],
+) -> list[tuple[str, list[float]]]:
     found = []
     for workload in workloads:
-        pair = [rates.get((workload.name, policy, bar)) for policy in (ours, other)]
-        if pair[0] and pair[1]:
-            paired = zip(pair[0].rates_rps, pair[1].rates_rps, strict=True)
+        mine, other = (rates.get((workload.name, policy, bar)) for policy in policies)
+        if mine and other:
+            # Searches that are not exact have the first seed only.
+            paired = zip(get(mine), get(other), strict=False)
             found.append((workload.name, [a / b if b else math.inf for a, b in paired]))
     return found
 
@@ -110,15 +135,15 @@ def make_ratio_figures(
     name: str,
     ratios: Sequence[tuple[str, list[float]]],
     *,
-    low: float,
+    low: float = 0.0,
     high: float = math.inf,
     wanted: float = 0.0,
 ) -> list[Figure]:
-    """Return a line for each workload; its median must lie between `low` and `high`.
+    """Return a line for each workload; its median must lie between `low`, if there is one, and `high`.
 
     `wanted`: a goal above `low`, of which the line says whether it is reached.
     """
-    bar = f"{low:g} ×" if high == math.inf else f"{low:g} to {high:g} ×"
+    bar = (f"{low:g} ×" if high == math.inf else f"{low:g} to {high:g} ×") if low else "–"
     if wanted:
         bar += f" (wanted: {wanted:g} ×)"
     return [
@@ -126,7 +151,7 @@ def make_ratio_figures(
             f"{name}: {workload}",
             bar,
             format_values(values) + (", short of what is wanted" if median(values) < wanted else ""),
-            None if math.inf in values else low <= median(values) <= high,
+            None if math.inf in values or not low else low <= median(values) <= high,
         )
         for workload, values in ratios
     ]
@@ -139,11 +164,11 @@ def make_interval_figures(name: str, ratios: Sequence[tuple[str, list[float]]]) 
         if math.inf in values:
             figures.append(Figure(f"{name}: {workload}", "1 ×", "not measured: no rate of the other", None))
             continue
-        half, value = 0.0, f"{fmean(values):.2f} ×, one seed"
+        half, value = 0.0, f"{fmean(values):.3f} ×, one seed"
         if len(values) > 1:
             t = STUDENT[min(len(values), max(STUDENT))]
             half = t * stdev(values) / math.sqrt(len(values))
-            value = f"{fmean(values):.2f} × ± {half:.2f}"
+            value = f"{fmean(values):.3f} × ± {half:.3f}"
         passed = fmean(values) - half > 0.98
         figures.append(Figure(f"{name}: {workload}", "1 ×, interval above 0.98", value, passed))
     return figures
@@ -157,7 +182,11 @@ def format_values(values: Sequence[float]) -> str:
 def make_bound_figures(
     rates: Rates, workloads: Sequence[Workload], ours: str, traces: Path | None
 ) -> list[Figure]:
-    """Compare with the fluid and the prefill burst bound, and Arrow with seven FCFS prefill instances."""
+    """Compare with the bounds of the work and of prefill bursts, and Arrow with seven FCFS prefill instances.
+
+    B1 limits a policy that serves all requests. B2 limits one that leaves out the heaviest, as many as the
+    attainment permits, and so also one that leaves none out.
+    """
     figures = []
     profile = load_profile(PROFILE)
     for workload in workloads:
@@ -166,14 +195,17 @@ def make_bound_figures(
         requests = (
             load.requests if isinstance(load, RecordedLoad) else load.prepare(1.0, slo=fleet.slo, seed=1)
         )
-        found = rates.get((workload.name, ours, 0.9))
-        if workload.smooth and found:
-            limit = min(
-                compute_fluid_rate(requests, fleet), find_prefill_burst_rate(requests, fleet, attainment=0.9)
-            )
-            shares = [rate / limit for rate in found.rates_rps]
-            name = f"share of the fluid and prefill burst bounds (B1, B3): {workload.name}"
-            figures.append(Figure(name, "0.85 ×", format_values(shares), median(shares) >= 0.85))
+        for bar in BARS if workload.smooth else ():
+            found = rates.get((workload.name, ours, bar))
+            if not found:
+                continue
+            burst = find_prefill_burst_rate(requests, fleet, attainment=bar)
+            for name, work, low in (
+                ("B1", compute_fluid_rate(requests, fleet), 0.85 if bar == BARS[0] else 0.0),
+                ("B2", compute_metric_rate(requests, fleet, attainment=bar), 0.0),
+            ):
+                shares = [(workload.name, [rate / min(work, burst) for rate in found.rates_rps])]
+                figures += make_ratio_figures(f"share of bounds {name} and B3, {bar:.0%}", shares, low=low)
         arrow = rates.get((workload.name, ARROW, 0.9))
         if is_bursty(workload) and arrow:
             seven = UniformFleet(7, profile, fleet.slo)
@@ -218,6 +250,9 @@ def make_figures(rates: Rates, workloads: Sequence[Workload], ours: str, traces:
     figures += make_ratio_figures(
         f"{ours} / best static, 90 %", compare(rates, stationary, ours, BEST, 0.9), low=0.97
     )
+    for name, one in (("faithful Arrow", ARROW), (ours, ours)):
+        title = f"{name} / best static as published, 90 %"
+        figures += make_ratio_figures(title, compare(rates, bursty, one, PUBLISHED_BEST, 0.9))
     for bar in BARS:
         figures += make_ratio_figures(
             f"{ours} / best static as published, {bar:.0%}",
@@ -241,6 +276,12 @@ def make_figures(rates: Rates, workloads: Sequence[Workload], ours: str, traces:
     figures += make_ratio_figures(
         f"{ours} / clairvoyant split, 90 %", compare(rates, moving, ours, CLAIRVOYANT, 0.9), low=0.95
     )
+    figures += make_ratio_figures(
+        f"{ours} / colocated, 90 %, first seed", compare(rates, moving, ours, COLOCATED, 0.9)
+    )
+    for other in (PUBLISHED_BEST, ARROW, CLAIRVOYANT):
+        title = f"{ours} / {other}, tokens in time, 90 %"
+        figures += make_ratio_figures(title, compare_tokens(rates, moving, ours, other, 0.9))
     figures += make_bound_figures(rates, workloads, ours, traces)
     return figures + make_flip_figures(rates, workloads, ours)
 
@@ -269,6 +310,7 @@ def list_tasks(workloads: Sequence[Workload], options: argparse.Namespace) -> li
     best = [make(workload, BEST, BARS if workload.moving else (0.9,)) for workload in workloads]
     known = [make(workload, CLAIRVOYANT) for workload in workloads]
     published_best = [make(workload, PUBLISHED_BEST, BARS) for workload in moving]
+    published_best += [make(workload, PUBLISHED_BEST) for workload in workloads if is_bursty(workload)]
     others = [make_coarse(workload, policy) for policy in OTHERS for workload in moving]
     return ours + best + published + known + published_best + others
 
@@ -304,7 +346,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--traces", type=Path, help="folder of recorded workloads")
     parser.add_argument("--ours", default="balanced", help="the policy that is judged")
-    parser.add_argument("--use", choices=("development", "test"), default="development")
+    parser.add_argument("--use", choices=("development", "seen", "test"), default="development")
     parser.add_argument("--only", nargs="+", metavar="WORKLOAD", help="a part of the list")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 from fulcrum_core.profiles import load_profile
@@ -33,6 +34,8 @@ SIMULATED = "autoscaler", "core", "router", "simulator"
 """Folders of the packages that a run uses."""
 STRIDE_FAR, STRIDE_NEAR = 4, 1
 """First step on the grid: of the first seed, and of each further one, which starts where another ended."""
+LEADING_STEPS = 2
+"""Fixed splits at most so many steps behind the best one with the first seed are compared by all seeds."""
 FACTORS = 2.0**-6, 2.0**8
 
 
@@ -46,6 +49,8 @@ class Workload:
     smooth: bool
     near: float = 1.0
     """Factor near which the rates of good policies lie: a run far above it costs the most time."""
+    trace: str = ""
+    """File of the trace, if that is not the name."""
     part: Sequence[float] = (0.0, math.inf)
     """The seconds of a trace that count, from and to."""
 
@@ -152,7 +157,7 @@ def make_load(workload: Workload, traces: Path | None) -> Load:
         return ComposedLoad(workload.name, profile)
     if traces is None:
         raise SystemExit(f"{workload.name} is a trace: name its folder by --traces")
-    recorded, _ = leave_out_overlong(load_trace(traces / workload.name).requests, profile)
+    recorded, _ = leave_out_overlong(load_trace(traces / (workload.trace or workload.name)).requests, profile)
     first_s, last_s = workload.part
     part = [request for request in recorded if first_s <= request.arrival_s < last_s]
     return RecordedLoad(workload.name, [replace(r, arrival_s=r.arrival_s - first_s) for r in part])
@@ -176,9 +181,7 @@ def read_workloads(use: str, traces: Path | None) -> list[Workload]:
 
 
 def measure(task: Task) -> dict[float, Measured]:
-    """Find the highest rates with each seed, by attainment; for `static:best`, those of the split
-    that is best with seed 1.
-    """
+    """Find the highest rates with each seed, by attainment; for `static:best`, those of the best split."""
     search = _Search(task)
     found: dict[float, Measured] = {}
     first = 0
@@ -186,13 +189,8 @@ def measure(task: Task) -> dict[float, Measured]:
         policy = task.policy
         if policy.startswith(BEST_STATIC):
             policy, first = search.find_best_split(bar, first)
-        best: list[Run] = []
         stride = STRIDE_NEAR if policy != task.policy else STRIDE_FAR
-        for seed in range(1, task.seeds + 1):
-            place = search.find_highest(policy, seed, bar, first, stride)
-            if place is not None:
-                first, stride = place, STRIDE_NEAR
-            best.append(_NOTHING if place is None else search.run(policy, seed, place, bar))
+        best, first = search.find_highest_runs(policy, bar, first, stride)
         found[bar] = Measured(
             policy,
             tuple(run.rate_rps for run in best),
@@ -228,11 +226,22 @@ class _Search:
 
         return find_highest_place(meets, first, stride)
 
-    def find_best_split(self, bar: float, first: int) -> tuple[str, int]:
-        """Return the best of all fixed splits with the first seed, and its place.
+    def find_highest_runs(self, policy: str, bar: float, first: int, stride: int) -> tuple[list[Run], int]:
+        """Return the run at the highest place with each seed, and the last of these places."""
+        found: list[Run] = []
+        for seed in range(1, self._task.seeds + 1):
+            place = self.find_highest(policy, seed, bar, first, stride)
+            if place is not None:
+                first, stride = place, STRIDE_NEAR
+            found.append(_NOTHING if place is None else self.run(policy, seed, place, bar))
+        return found, first
 
-        A split is better than the best so far if it meets the attainment at the next place. The first one is
-        the best at the attainment before, or that of the queueing model; splits near it follow.
+    def find_best_split(self, bar: float, first: int) -> tuple[str, int]:
+        """Return the fixed split with the highest median rate, and the best place with the first seed.
+
+        With the first seed all splits are compared. A split is better than the best so far if it meets the
+        attainment at the next place. The first one is the best at the attainment before, or that of the
+        queueing model; splits near it follow. The others that are few steps behind are compared by all seeds.
         """
         suffix = self._task.policy.removeprefix(BEST_STATIC)
         policies = [f"static:{split.prefill}P{split.decode}D" for split in list_splits(INSTANCES)]
@@ -245,8 +254,16 @@ class _Search:
                 best, place = policy, self.find_highest(policy, 1, bar, first, STRIDE_FAR)
             elif self.run(policy, 1, place + 1, bar).meets(bar):
                 best, place = policy, self.find_highest(policy, 1, bar, place + 1, STRIDE_NEAR)
+        if place is not None and self._task.seeds > 1:
+            lowest = place - LEADING_STEPS
+            leading = [one for one in policies if self.run(one + suffix, 1, lowest, bar).meets(bar)]
+            best = max((one + suffix for one in leading), key=lambda one: self._find_median(one, bar, place))
         self._best_prefill = parse_policy(best, instances=INSTANCES).prefill
         return best, first if place is None else place
+
+    def _find_median(self, policy: str, bar: float, first: int) -> float:
+        runs, _ = self.find_highest_runs(policy, bar, first, STRIDE_NEAR)
+        return median(run.rate_rps for run in runs)
 
     def _guess_prefill(self, place: int) -> int:
         fleet = UniformFleet(INSTANCES, load_profile(PROFILE), SLO)

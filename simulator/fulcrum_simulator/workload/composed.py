@@ -3,8 +3,9 @@
 They measure what flips gain. Of the first pair, one mix is nearly all prefill work and the other nearly all
 decode work. At factor 1, each needs about half of eight `l70-h100-tp4` instances (W_P + W_D of bound B1): the
 best split changes, and the total work hardly does. The workloads `code-chat-…` use a second pair, code
-completion and chat. All lengths are 2 to 6 times those of the recorded traffic: fewer requests for the same
-work.
+completion and chat. The lengths of both are 2 to 6 times those of the recorded traffic: fewer requests for
+the same work. The third pair of `documents-reasoning-…`, long documents with answers of a paragraph or more
+and short questions with long answers, is our choice and has nothing from the others.
 
 The workloads `tiers…` measure admission. Tenants of three tiers send code and chat. In `tiers-flood` and
 `tiers-prompt-flood`, one more tenant of the lowest tier overloads the service in the middle third. `fulcrum
@@ -20,6 +21,7 @@ from fulcrum_simulator.workload.generated import (
     CODE,
     DECODE_HEAVY,
     PREFILL_HEAVY,
+    LengthDistribution,
     MixPeriod,
     TrafficMix,
     generate_moving,
@@ -34,6 +36,17 @@ _LONG_ANSWERS = DECODE_HEAVY.scaled(input=4.0, output=4.0)
 _LONG_PROMPTS_RPS, _LONG_ANSWERS_RPS = 3.8, 8.7
 _CODE, _CHAT = CODE.scaled(input=4.0, output=4.0), CHAT.scaled(input=2.0, output=6.0)
 _CODE_RPS, _CHAT_RPS = 5.0, 6.0
+_DOCUMENTS = TrafficMix(
+    "documents",
+    LengthDistribution.with_mean(8000, sigma=0.6, max_tokens=32768),
+    LengthDistribution.with_mean(400, sigma=0.7, max_tokens=4096),
+)
+_REASONING = TrafficMix(
+    "reasoning",
+    LengthDistribution.with_mean(800, sigma=0.8, max_tokens=8192),
+    LengthDistribution.with_mean(2500, sigma=0.7, max_tokens=16384),
+)
+_DOCUMENTS_RPS, _REASONING_RPS = 4.2, 5.7
 
 
 def _alternate(
@@ -99,6 +112,7 @@ def mix_tiers(
 
 _PROMPTS_AND_ANSWERS = (_LONG_PROMPTS, _LONG_PROMPTS_RPS), (_LONG_ANSWERS, _LONG_ANSWERS_RPS)
 _CODE_AND_CHAT = (_CODE, _CODE_RPS), (_CHAT, _CHAT_RPS)
+_DOCUMENTS_AND_REASONING = (_DOCUMENTS, _DOCUMENTS_RPS), (_REASONING, _REASONING_RPS)
 _ALWAYS = (0.0, 1.0)
 _TENANTS = (
     ("premium", 10, "acme", 0.1, _ALWAYS),
@@ -128,6 +142,13 @@ COMPOSED: Mapping[str, Callable[[float, int], list[WorkloadRequest]]] = MappingP
         "code-chat-drift": _blend(*_CODE_AND_CHAT, _triangle(900.0), duration_s=900.0),
         **{name: mix_tiers(flood) for name, flood in FLOODS.items()},
         "code-chat-stationary": _blend(*_CODE_AND_CHAT, lambda _at_s: 0.5, duration_s=900.0),
+        "documents-reasoning-phases-240s": _alternate(
+            *_DOCUMENTS_AND_REASONING, phase_s=240.0, duration_s=1440.0
+        ),
+        "documents-reasoning-drift": _blend(*_DOCUMENTS_AND_REASONING, _triangle(800.0), duration_s=1200.0),
+        "documents-reasoning-stationary": _blend(
+            *_DOCUMENTS_AND_REASONING, lambda _at_s: 0.5, duration_s=900.0
+        ),
     }
 )
 """Generators by workload name. Called with a rate factor and a seed; returns requests in order of arrival."""
