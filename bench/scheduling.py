@@ -204,8 +204,8 @@ def make_bound_figures(
                 ("B1", compute_fluid_rate(requests, fleet), 0.85 if bar == BARS[0] else 0.0),
                 ("B2", compute_metric_rate(requests, fleet, attainment=bar), 0.0),
             ):
-                shares = [(workload.name, [rate / min(work, burst) for rate in found.rates_rps])]
-                figures += make_ratio_figures(f"share of bounds {name} and B3, {bar:.0%}", shares, low=low)
+                ratios = [(workload.name, [rate / min(work, burst) for rate in found.rates_rps])]
+                figures += make_ratio_figures(f"share of bounds {name} and B3, {bar:.0%}", ratios, low=low)
         arrow = rates.get((workload.name, ARROW, 0.9))
         if is_bursty(workload) and arrow:
             seven = UniformFleet(7, profile, fleet.slo)

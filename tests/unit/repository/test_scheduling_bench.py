@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.scheduling_runs import Run, RunKey, RunStore, find_highest_place
+from bench import scheduling_runs
+from bench.scheduling_runs import Run, RunKey, RunStore, Task, Workload, find_highest_place, measure
 
 KEY = RunKey("drift", "arrow", 1, "1.3")
 LOST = Run(0.7, 0.9, 11.0, 20, 0.6)
@@ -52,3 +53,19 @@ def test_runs_of_other_code_do_not_count(tmp_path: Path) -> None:
     RunStore(path, "before").record(KEY, WHOLE)
     assert RunStore(path, "now").find(KEY) is None
     assert RunStore(path, "before").find(KEY) == WHOLE
+
+
+def test_the_best_split_is_that_of_most_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2P6D is two steps ahead with seed 1, and 1P7D with the other seeds; 4P4D is far behind with all."""
+    highest = {"static:2P6D": (12, 8, 8), "static:1P7D": (10, 10, 10), "static:4P4D": (2, 30, 30)}
+
+    def run(_search: object, policy: str, seed: int, place: int, bar: float) -> Run:
+        met = place <= highest.get(policy, (0, 0, 0))[seed - 1]
+        return Run(1.0 if met else 0.5, 0.0 if met else bar, float(place), 0, 1.0)
+
+    monkeypatch.setattr(scheduling_runs._Search, "run", run)
+    workload = Workload("stationary", "development", moving=False, smooth=True)
+    task = Task(workload, "static:best", (0.9,), seeds=3, ratio=1.02, traces=None, runs=None)
+    found = measure(task)[0.9]
+    assert found.policy == "static:1P7D"
+    assert found.rates_rps == (10.0, 10.0, 10.0)
