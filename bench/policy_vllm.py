@@ -4,11 +4,11 @@
 
 Runs a local service with three engines, each with its own share of a processor (`processor_shares`, which
 needs root): otherwise they would share the machine, and a second prefill engine would add nothing. Measures
-how many long prompts one prefill engine computes a second, and how many long answers one decode engine
-gives, while the other engines have work, too. The load has both all the time, and changes its mix each
-period: prompts at 1.35 times and answers at 0.25 times that rate, then the other way round. So each split
-has one engine too few half of the time. The objectives are five times the TTFT of a lone prompt, and 2.5
-times the TPOT of a decode engine with half of its load. For each seed, requests with the same arrivals and
+how many long prompts one prefill engine computes a second, while the other engines have work, too, and how
+many long answers one decode engine gives within the TPOT objective. The load has both all the time, and
+changes its mix each period: prompts at 1.35 times and answers at 0.25 times that rate, then the other way
+round. So each split has one engine too few half of the time. The objectives are five times the TTFT of a lone
+prompt, and three times the TPOT of a lone answer. For each seed, requests with the same arrivals and
 lengths, but other texts (so that no prefix cache helps), are sent with mode Auto and with each fixed split,
 in an order that rotates with the seed. Prints SLO attainment, flips and failures. Exit code 1 if, in the
 median of the seeds, Auto is not above every fixed split, if it never flipped in one of the directions, or
@@ -22,7 +22,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from bench.processor_shares import ProcessorShares, processor_shares
@@ -31,6 +31,7 @@ from fulcrum_cli.assignment.writes import flip_instance
 from fulcrum_cli.play.recorder import Recorder
 from fulcrum_core.api import PDAssignment, PDService
 from fulcrum_core.values import AutoscalingMode, FlipPolicy, Role, Slo
+from fulcrum_simulator.client import Latencies, LoadOutcome, summarize_latencies
 from fulcrum_simulator.workload import WorkloadRequest
 from tests.engines.loads import Sender, draw_burst, draw_load, measure_rate_rps, send_load
 from tests.engines.services import NAMESPACE, RunningService, VllmService, build_manifest
@@ -44,13 +45,15 @@ ANSWERS: Ranges = ((16, 48), (100, 250))
 """Ranges of prompt and output tokens of the two mixes."""
 SHARES = (1.35, 0.25), (0.25, 1.35)
 """Rates of prompts and of answers in turn, as shares of what one engine serves."""
-TTFT_FACTOR, TPOT_FACTOR = 5.0, 2.5
-LONE_PROMPTS, PROBE_S, PROBE_LOAD = 9, 15.0, 0.5
-"""Prompts, and seconds and load of answers, by which the objectives are measured."""
-NO_DEFLECTION = Slo(ttft_s=60.0, tpot_s=0.001)
-"""Objectives with which decode computes no prompts, while the rates are measured."""
-BURST = 60
-"""Requests by which the rate of one engine is measured."""
+TTFT_FACTOR, TPOT_FACTOR = 5.0, 3.0
+"""The objectives, as multiples of the latencies of lone requests."""
+LONE_REQUESTS, PROBE_S, PROBE_BATCH = 9, 20.0, 16
+"""Lone requests of each mix; seconds of a load of answers, and how many would decode together if the steps of
+lone ones did not become longer."""
+WIDE_SLO = Slo(ttft_s=60.0, tpot_s=1.0)
+"""Objectives while all this is measured: the router keeps no request from an engine to meet them."""
+BURST, BURSTS = 60, 3
+"""Prompts of a burst by which the rate of a prefill engine is measured, and bursts, whose median counts."""
 MODEL = ("--load-format", "dummy", "--hf-overrides", '{"num_hidden_layers": 6}')
 """Random weights, in so many layers that engine steps take longer than router and load."""
 BATCH_MAX = 128
@@ -86,7 +89,8 @@ def build_service() -> dict[str, Any]:
     return build_manifest(
         engine={"type": "vLLM", "args": list(ENGINE_ARGS)},
         instances=INSTANCES,
-        slo=write_slo(NO_DEFLECTION),
+        slo=write_slo(WIDE_SLO),
+        router={"dispatch": {"deflect": False}},  # until the rates are measured
         autoscaling={
             "mode": AutoscalingMode.OFF.value,
             "policy": FlipPolicy.BALANCED.value,
@@ -141,15 +145,16 @@ class Calibration:
 async def calibrate(service: VllmService, running: RunningService) -> Calibration:
     """Measure what one engine of each role serves, and set the service's objectives."""
     await set_split(service, SPLITS["1P2D"])
-    prompts_rps = await measure_mix_rps(service, running, PROMPTS, ANSWERS, seed=10)
-    ttft_s = TTFT_FACTOR * await measure_lone_ttft_s(running, seed=20)
+    prompts_rps = await measure_prompts_rps(service, running, seed=10)
+    lone = await measure_lone(service, running, PROMPTS, seed=20)
     await set_split(service, SPLITS["2P1D"])
-    answers_rps = await measure_mix_rps(service, running, ANSWERS, PROMPTS, seed=30)
-    answers = draw_load([Sender("", PROBE_LOAD * answers_rps, *ANSWERS)], end_s=PROBE_S, seed="probe")
-    await service.wait_until_idle()
-    results = await send_load(running.info, answers, slo=NO_DEFLECTION, seed=40)
-    slo = Slo(ttft_s=ttft_s, tpot_s=TPOT_FACTOR * (results.report().latencies.tpot_p50_s or 0.0))
-    await service.store.patch(PDService, SERVICE, {"spec": {"slo": write_slo(slo)}}, namespace=NAMESPACE)
+    lone_s = (await measure_lone(service, running, ANSWERS, seed=30)).tpot_p50_s or 0.0
+    slo = Slo(ttft_s=TTFT_FACTOR * (lone.ttft_p50_s or 0.0), tpot_s=TPOT_FACTOR * lone_s)
+    probe_rps = PROBE_BATCH / (fmean(ANSWERS[1]) * lone_s)
+    loaded_s = await measure_tpot_s(service, running, probe_rps, seed=40)
+    answers_rps = compute_rate_rps(lone_s, loaded_s, probe_rps, tpot_s=slo.tpot_s)
+    spec = {"slo": write_slo(slo), "router": {"dispatch": {"deflect": True}}}
+    await service.store.patch(PDService, SERVICE, {"spec": spec}, namespace=NAMESPACE)
     print(
         f"one engine serves {prompts_rps:.1f} prompts/s, or {answers_rps:.1f} answers/s; "
         f"objectives {write_slo(slo)}",
@@ -158,32 +163,54 @@ async def calibrate(service: VllmService, running: RunningService) -> Calibratio
     return Calibration(prompts_rps, answers_rps, slo)
 
 
-async def measure_mix_rps(
-    service: VllmService, running: RunningService, ranges: Ranges, others: Ranges, *, seed: int
-) -> float:
-    """Requests a second of one mix that the present split serves, while some wait all the time.
+async def measure_prompts_rps(service: VllmService, running: RunningService, *, seed: int) -> float:
+    """Prompts a second that one prefill engine computes, while some wait all the time.
 
     The engines of the other role have work as well: processors that share their caches slow each other.
     """
-    for number in range(2):  # the first burst opens connections and teaches the router what requests cost
+    rates_rps = []
+    for number in range(1 + BURSTS):  # the first one opens connections and shows the router what prompts cost
         await service.wait_until_idle()
-        burst = draw_burst(*ranges, count=BURST, seed=f"{seed}/{number}")
-        beside = draw_burst(*others, count=2 * BURST, seed=f"{seed}/{number}/beside")
+        burst = draw_burst(*PROMPTS, count=BURST, seed=f"{seed}/{number}")
+        beside = draw_burst(*ANSWERS, count=2 * BURST, seed=f"{seed}/{number}/beside")
         results, _ = await asyncio.gather(
-            send_load(running.info, burst, slo=NO_DEFLECTION, seed=seed + number),
-            send_load(running.info, beside, slo=NO_DEFLECTION, seed=seed + number + 5),
+            send_load(running.info, burst, slo=WIDE_SLO, seed=seed + number),
+            send_load(running.info, beside, slo=WIDE_SLO, seed=seed + number + BURSTS + 1),
         )
-    return measure_rate_rps(results)
+        rates_rps.append(measure_rate_rps(results))
+    return median(rates_rps[1:])
 
 
-async def measure_lone_ttft_s(running: RunningService, *, seed: int) -> float:
-    """Median time to the first token of prompts that nobody waits for."""
-    waits_s = []
-    for number in range(LONE_PROMPTS):
-        one = draw_burst(*PROMPTS, count=1, seed=f"{seed}/{number}")
-        results = await send_load(running.info, one, slo=NO_DEFLECTION, seed=seed + number)
-        waits_s.append(results.report().latencies.ttft_p50_s or 0.0)
-    return median(waits_s)
+async def measure_lone(
+    service: VllmService, running: RunningService, ranges: Ranges, *, seed: int
+) -> Latencies:
+    """Latencies of requests that nobody waits for: each is sent when the one before has ended."""
+    await service.wait_until_idle()
+    outcomes: list[LoadOutcome] = []
+    for number in range(LONE_REQUESTS):
+        one = draw_burst(*ranges, count=1, seed=f"{seed}/{number}")
+        outcomes += (await send_load(running.info, one, slo=WIDE_SLO, seed=seed + number)).outcomes
+    return summarize_latencies(outcomes)
+
+
+async def measure_tpot_s(
+    service: VllmService, running: RunningService, rate_rps: float, *, seed: int
+) -> float:
+    """Median TPOT of answers that arrive at this rate."""
+    await service.wait_until_idle()
+    answers = draw_load([Sender("", rate_rps, *ANSWERS)], end_s=PROBE_S, seed=f"{seed}")
+    results = await send_load(running.info, answers, slo=WIDE_SLO, seed=seed)
+    return results.report().latencies.tpot_p50_s or 0.0
+
+
+def compute_rate_rps(lone_s: float, loaded_s: float, loaded_rps: float, *, tpot_s: float) -> float:
+    """Answers a second with which the mean step of a decode engine takes `tpot_s`.
+
+    The batch of λ answers a second grows with the step I (Little's law), and the step with the batch:
+    I = a + k·λ·I. A lone answer gives a, a load gives k.
+    """
+    per_answer_s = (1 - lone_s / loaded_s) / loaded_rps
+    return (1 - lone_s / tpot_s) / per_answer_s
 
 
 @asynccontextmanager
