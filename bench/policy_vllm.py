@@ -4,16 +4,16 @@
 
 Runs a local service with three engines, each with its own share of a processor (`processor_shares`, which
 needs root): otherwise they would share the machine, and a second prefill engine would add nothing. Measures
-how many long prompts one prefill engine computes a second, while the other engines have work, too, and how
-many long answers one decode engine gives within the TPOT objective. The load has both all the time, and
-changes its mix each period: prompts at 1.35 times and answers at 0.25 times that rate, then the other way
-round. So each split has one engine too few half of the time. The objectives are five times the TTFT of a lone
-prompt, and three times the TPOT of a lone answer. For each seed, requests with the same arrivals and
-lengths, but other texts (so that no prefix cache helps), are sent with mode Auto and with each fixed split,
-in an order that rotates with the seed. Prints SLO attainment, flips and failures. Exit code 1 if, in the
-median of the seeds, Auto is not above every fixed split, if it never flipped in one of the directions, or
-if a request failed. Needs `make engine`. A run during which other programs used the processors, or the load
-was late, does not count.
+two rates while the other engines have work, too: of long prompts, that which one prefill engine computes; of
+long answers, that at which the steps of one decode engine take as long as the TPOT objective. The load has
+both all the time, and changes its mix each period: prompts at 1.35 times and answers at 0.25 times their
+rate, then the other way round. So each split has one engine too few half of the time. The objectives are five
+times the TTFT of a prompt alone, and three times the TPOT of an answer alone. For each seed, requests with
+the same arrivals and lengths, but other texts (so that no prefix cache helps), are sent with mode Auto and
+with each fixed split, in an order that rotates with the seed. Prints SLO attainment, flips and failures. Exit
+code 1 if, in the median of the seeds, Auto is not above every fixed split, if it never flipped in one of the
+directions, or if a request failed. Needs `make engine`. A run during which other programs used the
+processors, or the load was late, does not count.
 """
 
 import argparse
@@ -47,9 +47,9 @@ SHARES = (1.35, 0.25), (0.25, 1.35)
 """Rates of prompts and of answers in turn, as shares of what one engine serves."""
 TTFT_FACTOR, TPOT_FACTOR = 5.0, 3.0
 """The objectives, as multiples of the latencies of lone requests."""
-LONE_REQUESTS, PROBE_S, PROBE_BATCH = 9, 20.0, 16
-"""Lone requests of each mix; seconds of a load of answers, and how many would decode together if the steps of
-lone ones did not become longer."""
+LONE_REQUESTS, PROBE_S, PROBE_BATCH = 9, 45.0, 16
+"""Requests of each mix that run alone; seconds of a load of answers, and how many would decode together if
+steps did not become longer."""
 WIDE_SLO = Slo(ttft_s=60.0, tpot_s=1.0)
 """Objectives while all this is measured: the router keeps no request from an engine to meet them."""
 BURST, BURSTS = 60, 3
@@ -148,10 +148,11 @@ async def calibrate(service: VllmService, running: RunningService) -> Calibratio
     prompts_rps = await measure_prompts_rps(service, running, seed=10)
     lone = await measure_lone(service, running, PROMPTS, seed=20)
     await set_split(service, SPLITS["2P1D"])
-    lone_s = (await measure_lone(service, running, ANSWERS, seed=30)).tpot_p50_s or 0.0
-    slo = Slo(ttft_s=TTFT_FACTOR * (lone.ttft_p50_s or 0.0), tpot_s=TPOT_FACTOR * lone_s)
+    lone_s = get_measured((await measure_lone(service, running, ANSWERS, seed=30)).tpot_p50_s)
+    slo = Slo(ttft_s=TTFT_FACTOR * get_measured(lone.ttft_p50_s), tpot_s=TPOT_FACTOR * lone_s)
     probe_rps = PROBE_BATCH / (fmean(ANSWERS[1]) * lone_s)
-    loaded_s = await measure_tpot_s(service, running, probe_rps, seed=40)
+    beside_rps = SHARES[1][0] * prompts_rps
+    loaded_s = await measure_tpot_s(service, running, probe_rps, beside_rps, seed=40)
     answers_rps = compute_rate_rps(lone_s, loaded_s, probe_rps, tpot_s=slo.tpot_s)
     spec = {"slo": write_slo(slo), "router": {"dispatch": {"deflect": True}}}
     await service.store.patch(PDService, SERVICE, {"spec": spec}, namespace=NAMESPACE)
@@ -184,7 +185,7 @@ async def measure_prompts_rps(service: VllmService, running: RunningService, *, 
 async def measure_lone(
     service: VllmService, running: RunningService, ranges: Ranges, *, seed: int
 ) -> Latencies:
-    """Latencies of requests that nobody waits for: each is sent when the one before has ended."""
+    """Latencies of requests that run alone: each is sent after the one before has ended."""
     await service.wait_until_idle()
     outcomes: list[LoadOutcome] = []
     for number in range(LONE_REQUESTS):
@@ -194,23 +195,51 @@ async def measure_lone(
 
 
 async def measure_tpot_s(
-    service: VllmService, running: RunningService, rate_rps: float, *, seed: int
+    service: VllmService, running: RunningService, answers_rps: float, prompts_rps: float, *, seed: int
 ) -> float:
-    """Median TPOT of answers that arrive at this rate."""
+    """Median TPOT of answers that arrive at this rate, beside prompts for the other engines.
+
+    Those that arrive in the first or last third of `PROBE_S` do not count: fewer decode beside them.
+    """
     await service.wait_until_idle()
-    answers = draw_load([Sender("", rate_rps, *ANSWERS)], end_s=PROBE_S, seed=f"{seed}")
-    results = await send_load(running.info, answers, slo=WIDE_SLO, seed=seed)
-    return results.report().latencies.tpot_p50_s or 0.0
+    senders = Sender("", answers_rps, *ANSWERS), Sender("", prompts_rps, *PROMPTS)
+    sent = draw_load(senders, end_s=PROBE_S, seed=f"{seed}")
+    results = await send_load(running.info, sent, slo=WIDE_SLO, seed=seed)
+    counted = [
+        outcome
+        for outcome in results.outcomes
+        if PROBE_S / 3 <= sent[outcome.index].arrival_s < 2 * PROBE_S / 3
+        and sent[outcome.index].output_tokens >= ANSWERS[1][0]
+    ]
+    return get_measured(summarize_latencies(counted).tpot_p50_s)
+
+
+def get_measured(latency_s: float | None) -> float:
+    """Return the latency.
+
+    Raises:
+        SystemExit: if there is none, since no request succeeded.
+    """
+    if latency_s is None:
+        raise SystemExit("cannot measure what one engine serves: no request succeeded")
+    return latency_s
 
 
 def compute_rate_rps(lone_s: float, loaded_s: float, loaded_rps: float, *, tpot_s: float) -> float:
-    """Answers a second with which the mean step of a decode engine takes `tpot_s`.
+    """Answers a second with which the step of a decode engine takes `tpot_s`.
 
     The batch of λ answers a second grows with the step I (Little's law), and the step with the batch:
-    I = a + k·λ·I. A lone answer gives a, a load gives k.
+    I = a + k·λ·I. An answer alone gives a, a load gives k.
+
+    Raises:
+        SystemExit: if the load did not make steps longer.
     """
-    per_answer_s = (1 - lone_s / loaded_s) / loaded_rps
-    return (1 - lone_s / tpot_s) / per_answer_s
+    if loaded_s <= lone_s:
+        raise SystemExit(
+            f"{loaded_rps:.1f} answers/s did not make steps longer: {loaded_s:.4f} s, alone {lone_s:.4f} s"
+        )
+    growth_s = (1 - lone_s / loaded_s) / loaded_rps  # k
+    return (1 - lone_s / tpot_s) / growth_s
 
 
 @asynccontextmanager

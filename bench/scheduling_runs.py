@@ -237,27 +237,32 @@ class _Search:
         return found, first
 
     def find_best_split(self, bar: float, first: int) -> tuple[str, int]:
-        """Return the fixed split with the highest median rate, and the best place with the first seed.
+        """Return the best fixed split, and the best place of all splits with the first seed.
 
         With the first seed all splits are compared. A split is better than the best so far if it meets the
         attainment at the next place. The first one is the best at the attainment before, or that of the
-        queueing model; splits near it follow. The others that are few steps behind are compared by all seeds.
+        queueing model; splits near it follow. Of those at most `LEADING_STEPS` behind the best one, that
+        with the highest median of all seeds is returned.
         """
         suffix = self._task.policy.removeprefix(BEST_STATIC)
-        policies = [f"static:{split.prefill}P{split.decode}D" for split in list_splits(INSTANCES)]
+        policies = [f"static:{split.prefill}P{split.decode}D{suffix}" for split in list_splits(INSTANCES)]
         likely = (self._best_prefill or self._guess_prefill(first)) - 1
         in_order = sorted(range(len(policies)), key=lambda index: abs(index - likely))
         best, place = "", None
         for index in in_order:
-            policy = policies[index] + suffix
+            policy = policies[index]
             if place is None:
                 best, place = policy, self.find_highest(policy, 1, bar, first, STRIDE_FAR)
             elif self.run(policy, 1, place + 1, bar).meets(bar):
                 best, place = policy, self.find_highest(policy, 1, bar, place + 1, STRIDE_NEAR)
         if place is not None and self._task.seeds > 1:
-            lowest = place - LEADING_STEPS
-            leading = [one for one in policies if self.run(one + suffix, 1, lowest, bar).meets(bar)]
-            best = max((one + suffix for one in leading), key=lambda one: self._find_median(one, bar, place))
+            lowest, first_best = place - LEADING_STEPS, best
+            leading = [
+                policy
+                for policy in policies
+                if policy == first_best or self.run(policy, 1, lowest, bar).meets(bar)
+            ]
+            best = max(leading, key=lambda one: (self._find_median(one, bar, place), one == first_best))
         self._best_prefill = parse_policy(best, instances=INSTANCES).prefill
         return best, first if place is None else place
 

@@ -6,6 +6,8 @@ other programs took processor time, and whether the load itself was late.
 
 import asyncio
 import os
+import signal
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -57,12 +59,13 @@ class MeasuredLoad:
 
 @contextmanager
 def run_vllm_service(*objects: dict[str, Any]) -> Iterator[RunningService]:
-    """Run a service with these objects while the block runs.
+    """Run a service with these objects while the block runs. SIGTERM ends it, too.
 
     Raises:
         InvalidInput: if there is no engine environment.
     """
     find_engine_environment()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         services = LocalServices(Path(folder))
         try:

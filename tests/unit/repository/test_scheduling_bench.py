@@ -55,8 +55,13 @@ def test_runs_of_other_code_do_not_count(tmp_path: Path) -> None:
     assert RunStore(path, "before").find(KEY) == WHOLE
 
 
-def test_the_best_split_is_that_of_most_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2P6D is two steps ahead with seed 1, and 1P7D with the other seeds; 4P4D is far behind with all."""
+def test_of_the_leading_splits_that_with_the_highest_median_is_the_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """2P6D is two steps ahead with seed 1, and 1P7D with the other seeds.
+
+    4P4D is far behind with seed 1, so that the other seeds do not run it.
+    """
     highest = {"static:2P6D": (12, 8, 8), "static:1P7D": (10, 10, 10), "static:4P4D": (2, 30, 30)}
 
     def run(_search: object, policy: str, seed: int, place: int, bar: float) -> Run:
