@@ -30,7 +30,7 @@ from bench.vllm_load import MeasuredLoad, isolate_engines, measure_load, run_vll
 from fulcrum_cli.assignment.writes import flip_instance
 from fulcrum_cli.play.recorder import Recorder
 from fulcrum_core.api import PDAssignment, PDService
-from fulcrum_core.values import AutoscalingMode, FlipPolicy, Role, Slo
+from fulcrum_core.values import AutoscalingMode, Role, Slo
 from fulcrum_simulator.client import Latencies, LoadOutcome, summarize_latencies
 from fulcrum_simulator.workload import WorkloadRequest
 from tests.engines.loads import Sender, draw_burst, draw_load, measure_rate_rps, send_load
@@ -47,9 +47,12 @@ SHARES = (1.35, 0.25), (0.25, 1.35)
 """Rates of prompts and of answers in turn, as shares of what one engine serves."""
 TTFT_FACTOR, TPOT_FACTOR = 5.0, 3.0
 """The objectives, as multiples of the latencies of lone requests."""
-LONE_REQUESTS, PROBE_S, PROBE_BATCH = 9, 45.0, 16
-"""Requests of each mix that run alone; seconds of a load of answers, and how many would decode together if
-steps did not become longer."""
+LONE_REQUESTS = 9
+"""Requests of each mix that run alone."""
+ANSWER_TOKENS = round(fmean(ANSWERS[1]))
+"""Tokens of each answer by which the rate of a decode engine is measured."""
+BATCH_FIRST, BATCHES = 32, 3
+"""Answers at a time in the first of so many measurements of that rate."""
 WIDE_SLO = Slo(ttft_s=60.0, tpot_s=1.0)
 """Objectives while all this is measured: the router keeps no request from an engine to meet them."""
 BURST, BURSTS = 60, 3
@@ -66,18 +69,21 @@ FLIPS_SEEN_EACH_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One load with one way to set the roles."""
+    """One load with one way to set the roles. `by_period`: SLO attainment of the requests of each period."""
 
     arm: str
     load: MeasuredLoad
+    by_period: tuple[float, ...]
     to_prefill: int
     to_decode: int
 
     def __str__(self) -> str:
         latencies = self.load.report.latencies
         tpot_ms = 1000 * (latencies.tpot_p99_s or 0.0)
+        by_period = ", ".join(f"{100 * share:.0f}" for share in self.by_period)
         return (
             f"{self.arm}: {self.load.report.attainment or 0.0:.1%} of {self.load.report.offered} in time, "
+            f"by period {by_period} %, "
             f"TTFT p99 {latencies.ttft_p99_s or 0.0:.2f} s, TPOT p99 {tpot_ms:.0f} ms, "
             f"{self.to_prefill} flips to Prefill, {self.to_decode} to Decode, {self.load.failed} failed; "
             f"{self.load.describe_machine()}"
@@ -85,18 +91,13 @@ class Run:
 
 
 def build_service() -> dict[str, Any]:
-    """A service whose autoscaler is fast enough for periods of half a minute."""
+    """A service with our defaults, but for its engines and what `calibrate` sets."""
     return build_manifest(
         engine={"type": "vLLM", "args": list(ENGINE_ARGS)},
         instances=INSTANCES,
         slo=write_slo(WIDE_SLO),
         router={"dispatch": {"deflect": False}},  # until the rates are measured
-        autoscaling={
-            "mode": AutoscalingMode.OFF.value,
-            "policy": FlipPolicy.BALANCED.value,
-            "arrow": {"interval": "500ms", "consecutiveTicks": 2},
-            "flip": {"prefillToDecodeCooldown": "1s"},
-        },
+        autoscaling={"mode": AutoscalingMode.OFF.value},
     )
 
 
@@ -150,10 +151,7 @@ async def calibrate(service: VllmService, running: RunningService) -> Calibratio
     await set_split(service, SPLITS["2P1D"])
     lone_s = get_measured((await measure_lone(service, running, ANSWERS, seed=30)).tpot_p50_s)
     slo = Slo(ttft_s=TTFT_FACTOR * get_measured(lone.ttft_p50_s), tpot_s=TPOT_FACTOR * lone_s)
-    probe_rps = PROBE_BATCH / (fmean(ANSWERS[1]) * lone_s)
-    beside_rps = SHARES[1][0] * prompts_rps
-    loaded_s = await measure_tpot_s(service, running, probe_rps, beside_rps, seed=40)
-    answers_rps = compute_rate_rps(lone_s, loaded_s, probe_rps, tpot_s=slo.tpot_s)
+    answers_rps = await measure_answers_rps(service, running, lone_s, slo.tpot_s, SHARES[1][0] * prompts_rps)
     spec = {"slo": write_slo(slo), "router": {"dispatch": {"deflect": True}}}
     await service.store.patch(PDService, SERVICE, {"spec": spec}, namespace=NAMESPACE)
     print(
@@ -194,24 +192,41 @@ async def measure_lone(
     return summarize_latencies(outcomes)
 
 
-async def measure_tpot_s(
-    service: VllmService, running: RunningService, answers_rps: float, prompts_rps: float, *, seed: int
+async def measure_answers_rps(
+    service: VllmService, running: RunningService, lone_s: float, tpot_s: float, prompts_rps: float
 ) -> float:
-    """Median TPOT of answers that arrive at this rate, beside prompts for the other engines.
+    """Answers a second that one decode engine gives while its steps take `tpot_s`, beside so many prompts.
 
-    Those that arrive in the first or last third of `PROBE_S` do not count: fewer decode beside them.
+    A batch of n with steps of I seconds gives n/I tokens a second. How I grows with n is not known, and is
+    steep once the processors are busy: each batch after the first one comes from the step before.
     """
+    batch, rate_rps = BATCH_FIRST, 0.0
+    for number in range(BATCHES):
+        step_s = await measure_step_s(service, running, batch, prompts_rps, tpot_s, seed=40 + number)
+        rate_rps = batch / (ANSWER_TOKENS * step_s)
+        print(f"{batch} answers at a time: TPOT {1000 * step_s:.1f} ms, {rate_rps:.1f}/s", flush=True)
+        if step_s <= lone_s:
+            raise SystemExit(f"{batch} answers at a time do not make steps longer than {lone_s:.4f} s")
+        batch = min(BATCH_MAX, round(1 + (batch - 1) * (tpot_s - lone_s) / (step_s - lone_s)))
+    return rate_rps
+
+
+async def measure_step_s(
+    service: VllmService,
+    running: RunningService,
+    batch: int,
+    prompts_rps: float,
+    tpot_s: float,
+    *,
+    seed: int,
+) -> float:
+    """Median TPOT of answers of the same length that decode together, beside prompts for other engines."""
     await service.wait_until_idle()
-    senders = Sender("", answers_rps, *ANSWERS), Sender("", prompts_rps, *PROMPTS)
-    sent = draw_load(senders, end_s=PROBE_S, seed=f"{seed}")
-    results = await send_load(running.info, sent, slo=WIDE_SLO, seed=seed)
-    counted = [
-        outcome
-        for outcome in results.outcomes
-        if PROBE_S / 3 <= sent[outcome.index].arrival_s < 2 * PROBE_S / 3
-        and sent[outcome.index].output_tokens >= ANSWERS[1][0]
-    ]
-    return get_measured(summarize_latencies(counted).tpot_p50_s)
+    answers = draw_burst(ANSWERS[0], (ANSWER_TOKENS, ANSWER_TOKENS), count=batch, seed=f"{seed}")
+    prompts = draw_load([Sender("", prompts_rps, *PROMPTS)], end_s=ANSWER_TOKENS * tpot_s, seed=f"{seed}")
+    results = await send_load(running.info, [*answers, *prompts], slo=WIDE_SLO, seed=seed)
+    together = [outcome for outcome in results.outcomes if outcome.index < batch]
+    return get_measured(summarize_latencies(together).tpot_p50_s)
 
 
 def get_measured(latency_s: float | None) -> float:
@@ -223,23 +238,6 @@ def get_measured(latency_s: float | None) -> float:
     if latency_s is None:
         raise SystemExit("cannot measure what one engine serves: no request succeeded")
     return latency_s
-
-
-def compute_rate_rps(lone_s: float, loaded_s: float, loaded_rps: float, *, tpot_s: float) -> float:
-    """Answers a second with which the step of a decode engine takes `tpot_s`.
-
-    The batch of λ answers a second grows with the step I (Little's law), and the step with the batch:
-    I = a + k·λ·I. An answer alone gives a, a load gives k.
-
-    Raises:
-        SystemExit: if the load did not make steps longer.
-    """
-    if loaded_s <= lone_s:
-        raise SystemExit(
-            f"{loaded_rps:.1f} answers/s did not make steps longer: {loaded_s:.4f} s, alone {lone_s:.4f} s"
-        )
-    growth_s = (1 - lone_s / loaded_s) / loaded_rps  # k
-    return (1 - lone_s / tpot_s) / growth_s
 
 
 @asynccontextmanager
@@ -275,6 +273,7 @@ async def measure_run(
     requests: Sequence[WorkloadRequest],
     *,
     slo: Slo,
+    period_s: float,
     seed: int,
 ) -> Run:
     """Send a load with mode Auto, beginning with 1P2D, or with a fixed split."""
@@ -284,9 +283,19 @@ async def measure_run(
         await set_mode(service, AutoscalingMode.AUTO if arm == AUTO else AutoscalingMode.OFF)
         load = await measure_load(running, requests, slo=slo, seed=seed)
         await set_mode(service, AutoscalingMode.OFF)
-    run = Run(arm, load, recorder.flips_to(Role.PREFILL), recorder.flips_to(Role.DECODE))
+    by_period = compute_by_period(load, slo, period_s)
+    run = Run(arm, load, by_period, recorder.flips_to(Role.PREFILL), recorder.flips_to(Role.DECODE))
     print(run, flush=True)
     return run
+
+
+def compute_by_period(load: MeasuredLoad, slo: Slo, period_s: float) -> tuple[float, ...]:
+    """SLO attainment of the requests that arrived in each period."""
+    met: dict[int, list[bool]] = {}
+    for outcome in load.results.outcomes:
+        period = int(load.requests[outcome.index].arrival_s // period_s)
+        met.setdefault(period, []).append(outcome.meets(slo))
+    return tuple(fmean(met[period]) for period in sorted(met))
 
 
 def draw_moving(
@@ -318,7 +327,13 @@ async def measure_all(
             first = (seed - 1) % len(arms)
             runs = [
                 await measure_run(
-                    service, running, arm, requests, slo=calibration.slo, seed=1000 * seed + number
+                    service,
+                    running,
+                    arm,
+                    requests,
+                    slo=calibration.slo,
+                    period_s=period_s,
+                    seed=1000 * seed + number,
                 )
                 for number, arm in enumerate((*arms[first:], *arms[:first]))
             ]
@@ -352,7 +367,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--period", type=float, default=30.0, metavar="SECONDS")
+    parser.add_argument("--period", type=float, default=45.0, metavar="SECONDS")
     parser.add_argument("--periods", type=int, default=4)
     given = parser.parse_args()
     with processor_shares() as shares, run_vllm_service(build_service()) as service:
