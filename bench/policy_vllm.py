@@ -6,8 +6,8 @@ Runs a local service with three engines, each with its own share of a processor 
 needs root): otherwise they would share the machine, and a second prefill engine would add nothing. Measures
 two rates while the other engines have work, too: of long prompts, that which one prefill engine computes; of
 long answers, that at which the steps of one decode engine take as long as the TPOT objective. The load has
-both all the time, and changes its mix each period: prompts at 1.35 times and answers at 0.25 times their
-rate, then the other way round. So each split has one engine too few half of the time. The objectives are five
+both all the time, and changes its mix each period: prompts at 1.2 times and answers at 0.2 times their rate,
+then the other way round. So each split has one engine too few half of the time. The objectives are five
 times the TTFT of a prompt alone, and three times the TPOT of an answer alone. For each seed, requests with
 the same arrivals and lengths, but other texts (so that no prefix cache helps), are sent with mode Auto and
 with each fixed split, in an order that rotates with the seed. Prints SLO attainment, flips and failures. Exit
@@ -43,7 +43,7 @@ Ranges = tuple[tuple[int, int], tuple[int, int]]
 PROMPTS: Ranges = ((700, 1300), (2, 6))
 ANSWERS: Ranges = ((16, 48), (100, 250))
 """Ranges of prompt and output tokens of the two mixes."""
-SHARES = (1.35, 0.25), (0.25, 1.35)
+SHARES = (1.2, 0.2), (0.2, 1.2)
 """Rates of prompts and of answers in turn, as shares of what one engine serves."""
 TTFT_FACTOR, TPOT_FACTOR = 5.0, 3.0
 """The objectives, as multiples of the latencies of lone requests."""
