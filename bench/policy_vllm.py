@@ -4,10 +4,11 @@
 
 Runs a local service with three engines, each with its own share of a processor (`processor_shares`, which
 needs root): otherwise they would share the machine, and a second prefill engine would add nothing. Measures
-two rates while the other engines have work, too: of long prompts, that which one prefill engine computes; of
-long answers, that at which the steps of one decode engine take as long as the TPOT objective. The load has
-both all the time, and changes its mix each period: prompts at 1.2 times and answers at 0.2 times their rate,
-then the other way round. So each split has one engine too few half of the time. The objectives are five
+two rates of an engine, beside others with work, since processors that share their caches slow each other: of
+long prompts, that which two prefill engines compute, and of long answers, that at which the steps of two
+decode engines take as long as the TPOT objective, halved. The load has both all the time, and changes its mix
+each period: prompts at 1.5 times and answers at 0.2 times that rate, then the other way round. So each split
+has one engine too few half of the time. The objectives are five
 times the TTFT of a prompt alone, and three times the TPOT of an answer alone. For each seed, requests with
 the same arrivals and lengths, but other texts (so that no prefix cache helps), are sent with mode Auto and
 with each fixed split, in an order that rotates with the seed. Prints SLO attainment, flips and failures. Exit
@@ -43,7 +44,7 @@ Ranges = tuple[tuple[int, int], tuple[int, int]]
 PROMPTS: Ranges = ((700, 1300), (2, 6))
 ANSWERS: Ranges = ((16, 48), (100, 250))
 """Ranges of prompt and output tokens of the two mixes."""
-SHARES = (1.2, 0.2), (0.2, 1.2)
+SHARES = (1.5, 0.2), (0.2, 1.5)
 """Rates of prompts and of answers in turn, as shares of what one engine serves."""
 TTFT_FACTOR, TPOT_FACTOR = 5.0, 3.0
 """The objectives, as multiples of the latencies of lone requests."""
@@ -52,11 +53,14 @@ LONE_REQUESTS = 9
 ANSWER_TOKENS = round(fmean(ANSWERS[1]))
 """Tokens of each answer by which the rate of a decode engine is measured."""
 BATCH_FIRST, BATCHES = 32, 3
-"""Answers at a time in the first of so many measurements of that rate."""
+"""Answers on an engine in the first of so many measurements of that rate."""
+PAIR = 2
+"""Engines that are measured together: as many as the role has when the split is right."""
 WIDE_SLO = Slo(ttft_s=60.0, tpot_s=1.0)
 """Objectives while all this is measured: the router keeps no request from an engine to meet them."""
-BURST, BURSTS = 60, 3
-"""Prompts of a burst by which the rate of a prefill engine is measured, and bursts, whose median counts."""
+BURST, BURSTS, BESIDE = 120, 3, 20
+"""Prompts of a burst by which the rate of prefill engines is measured; bursts, whose median counts; answers
+beside each."""
 MODEL = ("--load-format", "dummy", "--hf-overrides", '{"num_hidden_layers": 6}')
 """Random weights, in so many layers that engine steps take longer than router and load."""
 BATCH_MAX = 128
@@ -136,7 +140,7 @@ async def _has_roles(service: VllmService, roles: dict[str, Role]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Requests a second of one prefill and of one decode engine, and the objectives."""
+    """Requests a second of a prefill and of a decode engine, and the objectives."""
 
     prompts_rps: float
     answers_rps: float
@@ -144,18 +148,18 @@ class Calibration:
 
 
 async def calibrate(service: VllmService, running: RunningService) -> Calibration:
-    """Measure what one engine of each role serves, and set the service's objectives."""
-    await set_split(service, SPLITS["1P2D"])
-    prompts_rps = await measure_prompts_rps(service, running, seed=10)
-    lone = await measure_lone(service, running, PROMPTS, seed=20)
+    """Measure what an engine of each role serves beside another one, and set the service's objectives."""
     await set_split(service, SPLITS["2P1D"])
+    prompts_rps = await measure_prompts_rps(service, running, seed=10) / PAIR
+    lone = await measure_lone(service, running, PROMPTS, seed=20)
+    await set_split(service, SPLITS["1P2D"])
     lone_s = get_measured((await measure_lone(service, running, ANSWERS, seed=30)).tpot_p50_s)
     slo = Slo(ttft_s=TTFT_FACTOR * get_measured(lone.ttft_p50_s), tpot_s=TPOT_FACTOR * lone_s)
     answers_rps = await measure_answers_rps(service, running, lone_s, slo.tpot_s, SHARES[1][0] * prompts_rps)
     spec = {"slo": write_slo(slo), "router": {"dispatch": {"deflect": True}}}
     await service.store.patch(PDService, SERVICE, {"spec": spec}, namespace=NAMESPACE)
     print(
-        f"one engine serves {prompts_rps:.1f} prompts/s, or {answers_rps:.1f} answers/s; "
+        f"each of two engines serves {prompts_rps:.1f} prompts/s, or {answers_rps:.1f} answers/s; "
         f"objectives {write_slo(slo)}",
         flush=True,
     )
@@ -163,15 +167,12 @@ async def calibrate(service: VllmService, running: RunningService) -> Calibratio
 
 
 async def measure_prompts_rps(service: VllmService, running: RunningService, *, seed: int) -> float:
-    """Prompts a second that one prefill engine computes, while some wait all the time.
-
-    The engines of the other role have work as well: processors that share their caches slow each other.
-    """
+    """Prompts a second that two prefill engines compute, while some wait all the time, beside answers."""
     rates_rps = []
     for number in range(1 + BURSTS):  # the first one opens connections and shows the router what prompts cost
         await service.wait_until_idle()
         burst = draw_burst(*PROMPTS, count=BURST, seed=f"{seed}/{number}")
-        beside = draw_burst(*ANSWERS, count=2 * BURST, seed=f"{seed}/{number}/beside")
+        beside = draw_burst(*ANSWERS, count=BESIDE, seed=f"{seed}/{number}/beside")
         results, _ = await asyncio.gather(
             send_load(running.info, burst, slo=WIDE_SLO, seed=seed + number),
             send_load(running.info, beside, slo=WIDE_SLO, seed=seed + number + BURSTS + 1),
@@ -195,7 +196,7 @@ async def measure_lone(
 async def measure_answers_rps(
     service: VllmService, running: RunningService, lone_s: float, tpot_s: float, prompts_rps: float
 ) -> float:
-    """Answers a second that one decode engine gives while its steps take `tpot_s`, beside so many prompts.
+    """Answers a second that each of two decode engines gives while steps take `tpot_s`, beside prompts.
 
     A batch of n with steps of I seconds gives n/I tokens a second. How I grows with n is not known, and is
     steep once the processors are busy: each batch after the first one comes from the step before.
@@ -204,9 +205,9 @@ async def measure_answers_rps(
     for number in range(BATCHES):
         step_s = await measure_step_s(service, running, batch, prompts_rps, tpot_s, seed=40 + number)
         rate_rps = batch / (ANSWER_TOKENS * step_s)
-        print(f"{batch} answers at a time: TPOT {1000 * step_s:.1f} ms, {rate_rps:.1f}/s", flush=True)
+        print(f"{batch} answers on each engine: TPOT {1000 * step_s:.1f} ms, {rate_rps:.1f}/s", flush=True)
         if step_s <= lone_s:
-            raise SystemExit(f"{batch} answers at a time do not make steps longer than {lone_s:.4f} s")
+            raise SystemExit(f"{batch} answers together do not make steps longer than {lone_s:.4f} s")
         batch = min(BATCH_MAX, round(1 + (batch - 1) * (tpot_s - lone_s) / (step_s - lone_s)))
     return rate_rps
 
@@ -220,12 +221,12 @@ async def measure_step_s(
     *,
     seed: int,
 ) -> float:
-    """Median TPOT of answers of the same length that decode together, beside prompts for other engines."""
+    """Median TPOT of answers of the same length, `batch` on each of two engines, beside prompts."""
     await service.wait_until_idle()
-    answers = draw_burst(ANSWERS[0], (ANSWER_TOKENS, ANSWER_TOKENS), count=batch, seed=f"{seed}")
+    answers = draw_burst(ANSWERS[0], (ANSWER_TOKENS, ANSWER_TOKENS), count=PAIR * batch, seed=f"{seed}")
     prompts = draw_load([Sender("", prompts_rps, *PROMPTS)], end_s=ANSWER_TOKENS * tpot_s, seed=f"{seed}")
     results = await send_load(running.info, [*answers, *prompts], slo=WIDE_SLO, seed=seed)
-    together = [outcome for outcome in results.outcomes if outcome.index < batch]
+    together = [outcome for outcome in results.outcomes if outcome.index < len(answers)]
     return get_measured(summarize_latencies(together).tpot_p50_s)
 
 

@@ -4,10 +4,10 @@ Every tick scores all splits (`split_score`) on the work in flight and on a fore
 (`forecast`), corrected by what decode shows (`decode_correction`). The target is the split with the lowest
 worst ratio. While the current split is worse than the target, the difference is added up over time: the
 regret of staying. The flips follow when the regret reaches their price. So a split that is far off is left at
-once, one that is slightly off after a while, and noise moves no instance. A split that meets all objectives
-with a margin has no regret, so that the instances that served one burst still serve the next one. When no
-split is good enough, the prompts that decode can compute in its spare time count, too: such a split need not
-move. `decide` calls it at ticks; it ignores flip requests.
+the second look, one that is slightly off after a while, and noise moves no instance. A split that meets all
+objectives with a margin has no regret, so that the instances that served one burst still serve the next one.
+When no split is good enough, the prompts that decode can compute in its spare time count, too: such a split
+need not move. `decide` calls it at ticks; it ignores flip requests.
 """
 
 import math
@@ -23,6 +23,7 @@ from fulcrum_autoscaler.policy.split_score import (
     SplitScore,
     can_deflect,
     measure_need,
+    measure_slowdown,
     score_split,
 )
 from fulcrum_autoscaler.policy.victims import NoVictim, choose_victim, with_autoscaler_flip
@@ -37,11 +38,15 @@ DEFLECTION_FROM, DEFLECTION_FULL_FROM = 0.75, 0.9
 instances of the right role are better: a deflected prompt delays answers."""
 HORIZON_S = 5.0
 """Time ahead for which splits are scored: a flip is of use for as long, at least."""
+SLOWDOWN_TIME_S = 5.0
+"""Time over which the slowdown of decode steps is averaged: on real engines, single seconds tell little."""
 PRICE_SHARE = 0.05
 """Regret that pays for one flip, as a share of the TTFT objective: a split that is wrong by a tenth lets the
 queue grow by a tenth of a second each second, which a long objective bears for longer."""
 PRICE_MIN_S = 0.5
 """Least price: with short objectives, the noise of the arrivals decides the price."""
+TICK_SHARE_MAX = 0.5
+"""Most of the price that one tick adds: what a single look at the service shows moves no instance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +61,8 @@ class BalanceState:
     """Role that gains instances in the move that the regret was added up for."""
     batch_limit: BatchLimit = UNKNOWN_LIMIT
     correction: DecodeCorrection = NO_CORRECTION
+    slowdown: float = 1.0
+    """Decode steps as a multiple of what the latency models say, averaged over time."""
 
 
 def forget_time(state: BalanceState) -> BalanceState:
@@ -76,13 +83,20 @@ def decide_balance(
         samples=add_sample(state.samples, observation.router),
         weighed_at_s=at_s,
         batch_limit=state.batch_limit.observe(decode),
+        slowdown=_average_slowdown(state.slowdown, observation, seconds),
     )
     prefill_count, decode_count = len(observation.serving_states(Role.PREFILL)), len(decode)
     rates = compute_rates(state.samples)
     if rates is None or not prefill_count or not decode_count:
         state = replace(state, regret_s=0.0, correction=NO_CORRECTION)
         return state, hold(observation, "the demand is not known yet", now_s=now_s)
-    need = measure_need(observation, rates, rules.slo, state.batch_limit.requests)
+    need = measure_need(
+        observation,
+        rates,
+        rules.slo,
+        sequences_max=state.batch_limit.requests,
+        slowdown=state.slowdown,
+    )
     if need is None:
         held = hold(observation, "no latency model is known yet", now_s=now_s)
         return replace(state, regret_s=0.0, correction=NO_CORRECTION), replace(held, forecast=rates)
@@ -98,6 +112,11 @@ def decide_balance(
     state = replace(state, correction=correction)
     state, decision = _weigh(state, observation, rules, current, target, seconds, now_s)
     return state, replace(decision, forecast=need.rates)
+
+
+def _average_slowdown(before: float, observation: Observation, seconds: float) -> float:
+    now = measure_slowdown(observation)
+    return before if now is None else now + (before - now) * math.exp(-seconds / SLOWDOWN_TIME_S)
 
 
 def find_target(
@@ -146,8 +165,8 @@ def _weigh(
         return replace(state, regret_s=0.0, to=None), hold(observation, reason, now_s=now_s)
     to = Role.PREFILL if flips > 0 else Role.DECODE
     excess = min(EXCESS_MAX, current.worst - max(target.worst, COMFORT))
-    regret = (state.regret_s if state.to is to else 0.0) + excess * seconds
     price = max(PRICE_MIN_S, PRICE_SHARE * rules.slo.ttft_s) * math.sqrt(abs(flips))
+    regret = (state.regret_s if state.to is to else 0.0) + min(excess * seconds, TICK_SHARE_MAX * price)
     state = replace(state, regret_s=regret, to=to)
     cause = f"split {current}, better: {target}; regret {regret:.2f} s, a flip follows at {price:.2f} s"
     if regret < price:

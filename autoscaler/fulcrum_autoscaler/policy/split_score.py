@@ -29,7 +29,7 @@ from fulcrum_core.values import Role, Slo
 BATCH_FULL = 0.8
 """Share of MT that the mean batch of a split may use."""
 SLOWDOWN_MAX = 1.5
-"""Most by which a measured step may be longer than the model says: more has another cause than the batch."""
+"""Most by which measured steps may be longer than the models say: more has another cause than the batch."""
 KV_USE_MAX = 0.9
 """Share of the KV cache from which requests start to wait: prompts need room for all of their tokens."""
 DEFLECTED_SHARE_MAX = 0.5
@@ -53,7 +53,7 @@ class Need:
     """MT: KV tokens of one instance whose step takes the TPOT objective."""
     itl_intercept_s: float
     itl_slope_s: float
-    """The model of a step, scaled up to the measured inter-token latency."""
+    """The model of a step of decode instances, scaled up by the slowdown."""
     kv_capacity_tokens: float
     itl_s: float
     """Inter-token latency now: measured, or as predicted for the tokens in flight."""
@@ -90,21 +90,38 @@ class SplitScore:
         return f"{self.prefill_instances}:{self.decode_instances} ({worst})"
 
 
-def measure_need(observation: Observation, rates: Rates, slo: Slo, sequences_max: float) -> Need | None:
-    """Add up the states of the serving instances; None if the latency models are not known."""
+def measure_slowdown(observation: Observation) -> float | None:
+    """Measured steps of decode instances as a multiple of what their models say, at most `SLOWDOWN_MAX`.
+
+    None if nothing is measured.
+    """
+    measured_s = predicted_s = 0.0
+    for state in observation.serving_states(Role.DECODE):
+        intercept_s, slope_s = state.itl_intercept_s, state.itl_slope_s
+        if state.decode_legs and state.itl_s is not None and intercept_s is not None and slope_s is not None:
+            measured_s += state.decode_legs * state.itl_s
+            predicted_s += state.decode_legs * (intercept_s + slope_s * state.decode_tokens)
+    return min(SLOWDOWN_MAX, measured_s / predicted_s) if predicted_s else None
+
+
+def measure_need(
+    observation: Observation, rates: Rates, slo: Slo, *, sequences_max: float, slowdown: float
+) -> Need | None:
+    """Add up the states of the serving instances; None if the latency models are not known.
+
+    A model that says too little would call a split good while its decodes miss their objective: a `slowdown`
+    above 1 makes its steps longer. Models of prefill instances do not count: they need not have learned yet.
+    """
     prefill, decode = observation.serving_states(Role.PREFILL), observation.serving_states(Role.DECODE)
     states = (*prefill, *decode)
-    intercept_s = _mean([s.itl_intercept_s for s in states])
-    slope_s = _mean([s.itl_slope_s for s in states])
+    intercept_s = _mean([s.itl_intercept_s for s in decode])
+    slope_s = _mean([s.itl_slope_s for s in decode])
     if intercept_s is None or slope_s is None:
         return None
     tokens = sum(s.decode_tokens for s in states)
-    predicted_s = intercept_s + slope_s * tokens / len(decode)
+    intercept_s, slope_s = max(1.0, slowdown) * intercept_s, max(1.0, slowdown) * slope_s
     measured_s = _mean([s.itl_s for s in decode if s.decode_legs])
-    itl_s = predicted_s if measured_s is None else measured_s
-    # A model that says too little would call a split good while its decodes miss their objective.
-    slowdown = min(SLOWDOWN_MAX, max(1.0, itl_s / predicted_s)) if predicted_s else 1.0
-    intercept_s, slope_s = slowdown * intercept_s, slowdown * slope_s
+    itl_s = intercept_s + slope_s * tokens / len(decode) if measured_s is None else measured_s
     capacity = _mean([s.kv_capacity_tokens for s in states])
     return Need(
         rates=rates,

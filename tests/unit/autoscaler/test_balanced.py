@@ -20,7 +20,7 @@ from fulcrum_autoscaler.policy import (
 )
 from fulcrum_autoscaler.policy.balanced import find_target
 from fulcrum_autoscaler.policy.forecast import DemandSample, Rates, add_sample, compute_rates
-from fulcrum_autoscaler.policy.split_score import Need, measure_need, score_split
+from fulcrum_autoscaler.policy.split_score import Need, measure_need, measure_slowdown, score_split
 from fulcrum_core.api.pdassignment import Floors
 from fulcrum_core.api.pdservice import PDServiceSpec
 from fulcrum_core.assignment import AssignmentRules
@@ -111,10 +111,35 @@ def test_the_model_of_a_step_is_scaled_up_to_what_engines_measure(
     """Else a split counts as good while its decodes miss their objective."""
     busy = decode("d", tokens=20_000, decode_legs=4, itl_s=itl_s, **MODELS)
     rates = Rates(requests=0, prefill=0, output_tokens=0, token_steps=0)
-    need = measure_need(make_observation(prefill("p", 0.0, **MODELS), busy), rates, Slo(1.0, 0.1), math.inf)
+    observation = make_observation(prefill("p", 0.0, **MODELS), busy)
+    slowdown = measure_slowdown(observation) or 1.0
+    need = measure_need(observation, rates, Slo(1.0, 0.1), sequences_max=math.inf, slowdown=slowdown)
     assert need is not None
     found = need.itl_intercept_s, need.itl_slope_s, need.max_tokens
     assert found == pytest.approx(expected)
+
+
+def test_models_of_prefill_instances_do_not_count() -> None:
+    """They may never have decoded, and then have the model of another engine."""
+    idle = prefill("p", 0.0, itl_intercept_s=0.001, itl_slope_s=1e-9, kv_capacity_tokens=100_000)
+    observation = make_observation(idle, decode("d", **MODELS))
+    rates = Rates(requests=0, prefill=0, output_tokens=0, token_steps=0)
+    need = measure_need(observation, rates, Slo(1.0, 0.1), sequences_max=math.inf, slowdown=1.0)
+    assert need is not None
+    assert (need.itl_intercept_s, need.itl_slope_s) == (0.02, 1e-6)
+
+
+def test_the_slowdown_of_decode_is_averaged_over_some_seconds() -> None:
+    """On real engines, a second may have steps of twice the usual time."""
+    state, slowdowns = PolicyState(), []
+    for t in range(1, 22):
+        busy = decode("d", tokens=20_000, decode_legs=4, itl_s=0.08, **MODELS)
+        observation = observe(float(t), prefill("p", 0.0, **MODELS), busy, prefill=0.1)
+        state, _ = decide_on_tick(state, observation, balanced_rules(), now_s=NOW_S + t)
+        slowdowns.append(state.balance.slowdown)
+    assert slowdowns[0] == 1.0
+    assert 1.05 < slowdowns[1] < 1.1
+    assert slowdowns[-1] == pytest.approx(1.5, abs=0.01)
 
 
 def make_need(**values: Any) -> Need:
@@ -257,8 +282,8 @@ def test_deflection_counts_if_the_service_allows_it(deflect: bool) -> None:
     assert AutoscalingRules.from_spec(spec, assignment_rules=AssignmentRules(10.0)).deflects is deflect
 
 
-def test_a_split_that_is_far_off_is_left_at_once_with_several_flips_in_one_write() -> None:
-    observations = [observe(t, *four_and_four(queued_s=8.0), prefill=6.0) for t in (1.0, 2.0)]
+def test_a_split_that_is_far_off_is_left_at_the_second_look_with_several_flips_in_one_write() -> None:
+    observations = [observe(t, *four_and_four(queued_s=8.0), prefill=6.0) for t in (1.0, 2.0, 3.0)]
     *_, decision = run_ticks(*observations)
     proposed = propose_assignment(observations[-1].assignment, decision)
     flipped = sorted(
@@ -271,6 +296,16 @@ def test_a_split_that_is_far_off_is_left_at_once_with_several_flips_in_one_write
         Role.PREFILL,
         ["d-0", "d-1", "d-2"],
     )
+
+
+def test_what_a_single_look_shows_moves_no_instance() -> None:
+    """A queue that one tick saw, however long, and the next one does not."""
+    queues = 0.0, 0.0, 8.0, 0.0, 8.0, 0.0
+    observations = [
+        observe(float(t), *four_and_four(queued_s=queued_s), prefill=1.0)
+        for t, queued_s in enumerate(queues, start=1)
+    ]
+    assert {d.action for d in run_ticks(*observations)} == {DecisionAction.HOLD}
 
 
 def test_a_split_that_is_slightly_off_is_left_when_the_regret_pays_for_the_flip() -> None:
@@ -307,7 +342,7 @@ def test_decode_gets_an_instance_while_requests_wait_for_room_in_decode() -> Non
 
 def test_the_floor_of_a_role_is_kept() -> None:
     rules = balanced_rules(assignment_rules=AssignmentRules(10.0, floors=Floors(decode=3)))
-    observations = [observe(t, *four_and_four(queued_s=8.0), prefill=6.0) for t in (1.0, 2.0)]
+    observations = [observe(t, *four_and_four(queued_s=8.0), prefill=6.0) for t in (1.0, 2.0, 3.0)]
     *_, decision = run_ticks(*observations, rules=rules)
     assert (decision.instance, decision.further_instances) == ("d-0", ())
 
@@ -321,7 +356,7 @@ def test_the_floor_of_a_role_is_kept() -> None:
     ],
 )
 def test_the_mode_holds_for_every_policy(fields: dict[str, Any], action: DecisionAction) -> None:
-    observations = [observe(t, *four_and_four(queued_s=8.0), prefill=6.0) for t in (1.0, 2.0)]
+    observations = [observe(t, *four_and_four(queued_s=8.0), prefill=6.0) for t in (1.0, 2.0, 3.0)]
     assert run_ticks(*observations, rules=balanced_rules(**fields))[-1].action is action
 
 
