@@ -4,8 +4,9 @@
 
 Requests of `phases-200s`, whose best split changes, are dealt to the cells by chance, as a load balancer in
 front of them does that knows nothing of their load. Each cell is a service with a router and an autoscaler of
-its own, policy `balanced`; no instance moves from cell to cell. Prints for each rate, a multiple of that of
-the workload on eight instances, which share of the offered requests was in time, and the flips.
+its own, policy `balanced`; no instance moves from cell to cell. Prints for each rate (`--scales`: factors of
+the workload for each eight instances) which share of the requests after the warm-up was in time, and the
+flips.
 """
 
 import argparse

@@ -15,22 +15,24 @@ from fulcrum_simulator.fleet.policy_runs import OnRun
 
 @contextmanager
 def show_progress(runs: int) -> Iterator[OnRun]:
-    """Show the run in progress, of so many; yields what is called before each run.
+    """Show the run in progress, of so many; yields the function to call before each simulation.
 
-    All rates that a search tries with a policy and a seed count as one run.
+    A run is all that a policy and a seed try: a search tries many rates.
     """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=1.0)
-        begun: list[tuple[Policy, int, int]] = []
+        number = 0
+        last: tuple[Policy, int, int] | None = None
 
         def begin(run: RunOptions, factor: float) -> Callable[[float], None]:
-            if (which := (run.policy, run.instances, run.seed)) not in begun[-1:]:
-                begun.append(which)
-            number = f"run {len(begun)} of {runs}: " if runs > 1 else ""
+            nonlocal number, last
+            if (which := (run.policy, run.instances, run.seed)) != last:
+                number, last = number + 1, which
+            counted = f"run {number} of {runs}: " if runs > 1 else ""
             at_factor = "" if factor == 1.0 else f" at {factor:.3g} x the rate"
-            description = f"{number}{run.policy}, seed {run.seed}{at_factor}"
+            description = f"{counted}{run.policy}, seed {run.seed}{at_factor}"
             progress.update(task, description=description, completed=0.0)
             return lambda share: progress.update(task, completed=share)
 
