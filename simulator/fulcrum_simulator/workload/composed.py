@@ -4,8 +4,8 @@ They measure what flips gain. Of the first pair, one mix is nearly all prefill w
 decode work. At factor 1, each needs about half of eight `l70-h100-tp4` instances (W_P + W_D of bound B1): the
 best split changes, and the total work hardly does. The workloads `code-chat-…` use a second pair, code
 completion and chat. The lengths of both pairs are 2 to 6 times those of the recorded traffic: fewer requests
-for the same work. The lengths of the third pair, `documents-reasoning-…`, are our own choice: long documents with
-short answers, and short questions with long answers.
+for the same work. The lengths of the third pair, `documents-reasoning-…`, are our own choice: long documents
+with short answers, and short questions with long answers.
 
 The workloads `tiers…` measure admission. Tenants of three tiers send code and chat. In `tiers-flood` and
 `tiers-prompt-flood`, one more tenant of the lowest tier overloads the service in the middle third. `fulcrum
