@@ -46,7 +46,7 @@ queue grow by a tenth of a second each second, which a long objective bears for 
 PRICE_MIN_S = 0.5
 """Least price: with short objectives, the noise of the arrivals decides the price."""
 TICK_SHARE_MAX = 0.5
-"""Most of the price that one tick adds: what a single look at the service shows moves no instance."""
+"""Most of the price that one tick pays: what a single look at the service shows moves no instance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,8 @@ class BalanceState:
     """What the policy passes from tick to tick; a restart loses it, which costs some seconds."""
 
     samples: tuple[DemandSample, ...] = ()
-    regret_s: float = 0.0
+    paid: float = 0.0
+    """Regret so far, as a share of the price of the flips."""
     weighed_at_s: float | None = None
     """Time of the router's state up to which regret was added up; None: a new sum begins."""
     to: Role | None = None
@@ -67,7 +68,7 @@ class BalanceState:
 
 def forget_time(state: BalanceState) -> BalanceState:
     """Begin anew with all that is added up over time: the time that passes now is not looked at."""
-    return replace(state, regret_s=0.0, weighed_at_s=None, correction=NO_CORRECTION)
+    return replace(state, paid=0.0, weighed_at_s=None, correction=NO_CORRECTION, slowdown=1.0)
 
 
 def decide_balance(
@@ -76,7 +77,7 @@ def decide_balance(
     """Run one tick: returns the next state and the decision. The observation must be usable."""
     assert observation.router is not None
     at_s = observation.router.at_s
-    seconds = 0.0 if state.weighed_at_s is None else at_s - state.weighed_at_s
+    seconds = 0.0 if state.weighed_at_s is None else max(0.0, at_s - state.weighed_at_s)
     decode = observation.serving_states(Role.DECODE)
     state = replace(
         state,
@@ -88,7 +89,7 @@ def decide_balance(
     prefill_count, decode_count = len(observation.serving_states(Role.PREFILL)), len(decode)
     rates = compute_rates(state.samples)
     if rates is None or not prefill_count or not decode_count:
-        state = replace(state, regret_s=0.0, correction=NO_CORRECTION)
+        state = replace(state, paid=0.0, correction=NO_CORRECTION)
         return state, hold(observation, "the demand is not known yet", now_s=now_s)
     need = measure_need(
         observation,
@@ -99,7 +100,7 @@ def decide_balance(
     )
     if need is None:
         held = hold(observation, "no latency model is known yet", now_s=now_s)
-        return replace(state, regret_s=0.0, correction=NO_CORRECTION), replace(held, forecast=rates)
+        return replace(state, paid=0.0, correction=NO_CORRECTION), replace(held, forecast=rates)
     correction = state.correction.follow(
         need.tokens,
         rates,
@@ -116,7 +117,8 @@ def decide_balance(
 
 def _average_slowdown(before: float, observation: Observation, seconds: float) -> float:
     now = measure_slowdown(observation)
-    return before if now is None else now + (before - now) * math.exp(-seconds / SLOWDOWN_TIME_S)
+    now = 1.0 if now is None else now
+    return now + (before - now) * math.exp(-seconds / SLOWDOWN_TIME_S)
 
 
 def find_target(
@@ -162,19 +164,17 @@ def _weigh(
             f"at most {COMFORT:.2f} is enough" if current.worst <= COMFORT else "no other split is better"
         )
         reason = f"split {current}: {better}"
-        return replace(state, regret_s=0.0, to=None), hold(observation, reason, now_s=now_s)
+        return replace(state, paid=0.0, to=None), hold(observation, reason, now_s=now_s)
     to = Role.PREFILL if flips > 0 else Role.DECODE
     excess = min(EXCESS_MAX, current.worst - max(target.worst, COMFORT))
     price = max(PRICE_MIN_S, PRICE_SHARE * rules.slo.ttft_s) * math.sqrt(abs(flips))
-    regret = (state.regret_s if state.to is to else 0.0) + min(excess * seconds, TICK_SHARE_MAX * price)
-    state = replace(state, regret_s=regret, to=to)
-    cause = f"split {current}, better: {target}; regret {regret:.2f} s, a flip follows at {price:.2f} s"
-    if regret < price:
+    paid = (state.paid if state.to is to else 0.0) + min(excess * seconds / price, TICK_SHARE_MAX)
+    state = replace(state, paid=paid, to=to)
+    cause = f"split {current}, better: {target}; regret {paid * price:.2f} s, a flip follows at {price:.2f} s"
+    if paid < 1.0:
         return state, hold(observation, cause, now_s=now_s)
     decision = _flip(observation, rules, to, abs(flips), cause, now_s)
-    return (
-        replace(state, regret_s=0.0, to=None) if decision.action is DecisionAction.FLIP else state
-    ), decision
+    return (replace(state, paid=0.0, to=None) if decision.action is DecisionAction.FLIP else state), decision
 
 
 def _flip(

@@ -19,11 +19,13 @@ MT becomes ((1 - f)·S_D - intercept) / slope.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fulcrum_autoscaler.policy.forecast import Rates
 from fulcrum_autoscaler.policy.observation import Observation
 from fulcrum_core.deflection import find_longest_prompt_s
+from fulcrum_core.router_state import InstanceState
 from fulcrum_core.values import Role, Slo
 
 BATCH_FULL = 0.8
@@ -91,17 +93,18 @@ class SplitScore:
 
 
 def measure_slowdown(observation: Observation) -> float | None:
-    """Measured steps of decode instances as a multiple of what their models say, at most `SLOWDOWN_MAX`.
+    """Measured steps as a multiple of what the models of the same instances say, over the decode legs.
 
-    None if nothing is measured.
+    Of one instance, at most `SLOWDOWN_MAX` counts. None if nothing is measured.
     """
     measured_s = predicted_s = 0.0
     for state in observation.serving_states(Role.DECODE):
-        intercept_s, slope_s = state.itl_intercept_s, state.itl_slope_s
-        if state.decode_legs and state.itl_s is not None and intercept_s is not None and slope_s is not None:
-            measured_s += state.decode_legs * state.itl_s
-            predicted_s += state.decode_legs * (intercept_s + slope_s * state.decode_tokens)
-    return min(SLOWDOWN_MAX, measured_s / predicted_s) if predicted_s else None
+        if state.itl_s is None or state.itl_intercept_s is None or state.itl_slope_s is None:
+            continue
+        step_s = state.itl_intercept_s + state.itl_slope_s * state.decode_tokens
+        measured_s += state.decode_legs * min(state.itl_s, SLOWDOWN_MAX * step_s)
+        predicted_s += state.decode_legs * step_s
+    return measured_s / predicted_s if predicted_s > 0 else None
 
 
 def measure_need(
@@ -110,17 +113,18 @@ def measure_need(
     """Add up the states of the serving instances; None if the latency models are not known.
 
     A model that says too little would call a split good while its decodes miss their objective: a `slowdown`
-    above 1 makes its steps longer. Models of prefill instances do not count: they need not have learned yet.
+    above 1 makes its steps longer. Models count by the decode legs of their instances: those of others need
+    not have learned yet.
     """
     prefill, decode = observation.serving_states(Role.PREFILL), observation.serving_states(Role.DECODE)
     states = (*prefill, *decode)
-    intercept_s = _mean([s.itl_intercept_s for s in decode])
-    slope_s = _mean([s.itl_slope_s for s in decode])
+    intercept_s = _mean_over_legs(decode, [s.itl_intercept_s for s in decode])
+    slope_s = _mean_over_legs(decode, [s.itl_slope_s for s in decode])
     if intercept_s is None or slope_s is None:
         return None
     tokens = sum(s.decode_tokens for s in states)
     intercept_s, slope_s = max(1.0, slowdown) * intercept_s, max(1.0, slowdown) * slope_s
-    measured_s = _mean([s.itl_s for s in decode if s.decode_legs])
+    measured_s = _mean_over_legs(decode, [s.itl_s if s.decode_legs else None for s in decode])
     itl_s = intercept_s + slope_s * tokens / len(decode) if measured_s is None else measured_s
     capacity = _mean([s.kv_capacity_tokens for s in states])
     return Need(
@@ -215,6 +219,19 @@ def _forecast_decodes(
     )
 
 
-def _mean(values: "list[float | None] | list[int | None]") -> float | None:
+def _mean_over_legs(states: Sequence[InstanceState], values: Sequence[float | None]) -> float | None:
+    """Weigh the values by the decode legs of their instances; without any legs, all alike."""
+    known = [
+        (state.decode_legs, value)
+        for state, value in zip(states, values, strict=True)
+        if value is not None and math.isfinite(value)
+    ]
+    legs = sum(count for count, _ in known)
+    if not legs:
+        return _mean([value for _, value in known])
+    return math.fsum(count * value for count, value in known) / legs
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None and math.isfinite(value)]
     return math.fsum(known) / len(known) if known else None

@@ -129,6 +129,32 @@ def test_models_of_prefill_instances_do_not_count() -> None:
     assert (need.itl_intercept_s, need.itl_slope_s) == (0.02, 1e-6)
 
 
+def test_models_count_by_the_decode_legs_of_their_instances() -> None:
+    learned = decode("d-0", tokens=20_000, decode_legs=9, **MODELS)
+    flipped = decode("d-1", tokens=0, decode_legs=1, itl_intercept_s=0.01, itl_slope_s=0.0)
+    observation = make_observation(prefill("p"), learned, flipped)
+    rates = Rates(requests=0, prefill=0, output_tokens=0, token_steps=0)
+    need = measure_need(observation, rates, Slo(1.0, 0.1), sequences_max=math.inf, slowdown=1.0)
+    assert need is not None
+    assert need.itl_intercept_s == pytest.approx(0.019)
+    assert need.itl_slope_s == pytest.approx(0.9e-6)
+
+
+def test_one_slow_engine_hardly_counts_in_the_slowdown_of_all() -> None:
+    sound = [decode(f"d-{n}", 0.04, tokens=20_000, decode_legs=33, **MODELS) for n in range(3)]
+    sick = decode("d-3", 2.0, tokens=0, decode_legs=1, **MODELS)
+    assert measure_slowdown(make_observation(prefill("p"), *sound, sick)) == pytest.approx(1.0, abs=0.01)
+
+
+def test_the_slowdown_is_forgotten_while_nothing_decodes() -> None:
+    state = PolicyState()
+    for t in range(1, 61):
+        slow = decode("d", 0.08, tokens=20_000, decode_legs=4 if t < 20 else 0, **MODELS)
+        observation = observe(float(t), prefill("p", 0.0, **MODELS), slow, prefill=0.1)
+        state, _ = decide_on_tick(state, observation, balanced_rules(), now_s=NOW_S + t)
+    assert state.balance.slowdown == pytest.approx(1.0, abs=0.01)
+
+
 def test_the_slowdown_of_decode_is_averaged_over_some_seconds() -> None:
     """On real engines, a second may have steps of twice the usual time."""
     state, slowdowns = PolicyState(), []
@@ -284,7 +310,8 @@ def test_deflection_counts_if_the_service_allows_it(deflect: bool) -> None:
 
 def test_a_split_that_is_far_off_is_left_at_the_second_look_with_several_flips_in_one_write() -> None:
     observations = [observe(t, *four_and_four(queued_s=8.0), prefill=6.0) for t in (1.0, 2.0, 3.0)]
-    *_, decision = run_ticks(*observations)
+    *before, decision = run_ticks(*observations)
+    assert {d.action for d in before} == {DecisionAction.HOLD}
     proposed = propose_assignment(observations[-1].assignment, decision)
     flipped = sorted(
         name
@@ -298,11 +325,14 @@ def test_a_split_that_is_far_off_is_left_at_the_second_look_with_several_flips_i
     )
 
 
-def test_what_a_single_look_shows_moves_no_instance() -> None:
+@pytest.mark.parametrize(
+    "work", [pytest.param(1.0, id="else good"), pytest.param(3.7, id="else nearly good")]
+)
+def test_what_a_single_look_shows_moves_no_instance(work: float) -> None:
     """A queue that one tick saw, however long, and the next one does not."""
-    queues = 0.0, 0.0, 8.0, 0.0, 8.0, 0.0
+    queues = 0.0, 0.0, 8.0, 0.0
     observations = [
-        observe(float(t), *four_and_four(queued_s=queued_s), prefill=1.0)
+        observe(float(t), *four_and_four(queued_s=queued_s), prefill=work)
         for t, queued_s in enumerate(queues, start=1)
     ]
     assert {d.action for d in run_ticks(*observations)} == {DecisionAction.HOLD}
