@@ -4,17 +4,17 @@
 
 Runs a local service with three engines, each with its own share of a processor (`processor_shares`, which
 needs root): otherwise they would share the machine, and a second prefill engine would add nothing. Measures
-two rates of an engine, beside others with work, since processors that share their caches slow each other: of
-long prompts, that which two prefill engines compute, and of long answers, that at which the steps of two
-decode engines take as long as the TPOT objective, halved. The load has both all the time, and changes its mix
-each period: prompts at 1.5 times and answers at 0.2 times that rate, then the other way round. So each split
-has one engine too few half of the time. The objectives are five
-times the TTFT of a prompt alone, and three times the TPOT of an answer alone. For each seed, requests with
-the same arrivals and lengths, but other texts (so that no prefix cache helps), are sent with mode Auto and
-with each fixed split, in an order that rotates with the seed. Prints SLO attainment, flips and failures. Exit
-code 1 if, in the median of the seeds, Auto is not above every fixed split, if it never flipped in one of the
-directions, or if a request failed. Needs `make engine`. A run during which other programs used the
-processors, or the load was late, does not count.
+two rates of an engine, beside others with work, since processors that share their caches slow each other:
+half of the rate of long prompts that two prefill engines compute, and half of the rate of long answers at
+which the steps of two decode engines take the TPOT objective. The load has both all the time, and changes its
+mix each period: prompts at 1.5 times and answers at 0.2 times that rate, then the other way round. So each
+split has one engine too few half of the time. The objectives are five times the TTFT of a prompt alone, and
+three times the TPOT of an answer alone. For each seed, requests with the same arrivals and lengths, but other
+texts (so that no prefix cache helps), are sent with mode Auto and with each fixed split, in an order that
+rotates with the seed. Prints SLO attainment, flips and failures. Exit code 1 if, in the median of the seeds,
+Auto is not above every fixed split, if it never flipped in one of the directions, or if a request failed.
+Needs `make engine`. A run during which other programs used the processors, or the load was late, does not
+count.
 """
 
 import argparse
@@ -52,8 +52,10 @@ LONE_REQUESTS = 9
 """Requests of each mix that run alone."""
 ANSWER_TOKENS = round(fmean(ANSWERS[1]))
 """Tokens of each answer by which the rate of a decode engine is measured."""
-BATCH_FIRST, BATCHES = 32, 3
-"""Answers on an engine in the first of so many measurements of that rate."""
+BATCH_FIRST, BATCHES = 32, 5
+"""Answers on an engine in the first measurement of that rate, and measurements at most."""
+STEP_ERROR_MAX = 0.15
+"""The rate counts if steps take the TPOT objective to within so much of it."""
 PAIR = 2
 """Engines that are measured together: as many as the role has when the split is right."""
 WIDE_SLO = Slo(ttft_s=60.0, tpot_s=1.0)
@@ -200,16 +202,21 @@ async def measure_answers_rps(
 
     A batch of n with steps of I seconds gives n/I tokens a second. How I grows with n is not known, and is
     steep once the processors are busy: each batch after the first one comes from the step before.
+
+    Raises:
+        SystemExit: if no batch has such steps.
     """
-    batch, rate_rps = BATCH_FIRST, 0.0
+    batch = BATCH_FIRST
     for number in range(BATCHES):
         step_s = await measure_step_s(service, running, batch, prompts_rps, tpot_s, seed=40 + number)
         rate_rps = batch / (ANSWER_TOKENS * step_s)
         print(f"{batch} answers on each engine: TPOT {1000 * step_s:.1f} ms, {rate_rps:.1f}/s", flush=True)
+        if abs(step_s / tpot_s - 1) <= STEP_ERROR_MAX:
+            return rate_rps
         if step_s <= lone_s:
             raise SystemExit(f"{batch} answers together do not make steps longer than {lone_s:.4f} s")
         batch = min(BATCH_MAX, round(1 + (batch - 1) * (tpot_s - lone_s) / (step_s - lone_s)))
-    return rate_rps
+    raise SystemExit(f"no batch was found with steps of about {tpot_s:.4f} s")
 
 
 async def measure_step_s(
@@ -224,7 +231,7 @@ async def measure_step_s(
     """Median TPOT of answers of the same length, `batch` on each of two engines, beside prompts."""
     await service.wait_until_idle()
     answers = draw_burst(ANSWERS[0], (ANSWER_TOKENS, ANSWER_TOKENS), count=PAIR * batch, seed=f"{seed}")
-    prompts = draw_load([Sender("", prompts_rps, *PROMPTS)], end_s=ANSWER_TOKENS * tpot_s, seed=f"{seed}")
+    prompts = draw_load([Sender("", prompts_rps, *PROMPTS)], end_s=2 * ANSWER_TOKENS * tpot_s, seed=f"{seed}")
     results = await send_load(running.info, [*answers, *prompts], slo=WIDE_SLO, seed=seed)
     together = [outcome for outcome in results.outcomes if outcome.index < len(answers)]
     return get_measured(summarize_latencies(together).tpot_p50_s)
