@@ -152,7 +152,7 @@ class Calibration:
 async def calibrate(service: VllmService, running: RunningService) -> Calibration:
     """Measure what an engine of each role serves beside another one, and set the service's objectives."""
     await set_split(service, SPLITS["2P1D"])
-    prompts_rps = await measure_prompts_rps(service, running, seed=10) / PAIR
+    prompts_rps = await measure_prompts_rps(service, running, seed=10)
     lone = await measure_lone(service, running, PROMPTS, seed=20)
     await set_split(service, SPLITS["1P2D"])
     lone_s = get_measured((await measure_lone(service, running, ANSWERS, seed=30)).tpot_p50_s)
@@ -169,7 +169,7 @@ async def calibrate(service: VllmService, running: RunningService) -> Calibratio
 
 
 async def measure_prompts_rps(service: VllmService, running: RunningService, *, seed: int) -> float:
-    """Prompts a second that two prefill engines compute, while some wait all the time, beside answers."""
+    """Prompts a second that each of two prefill engines computes, while some wait, beside a few answers."""
     rates_rps = []
     for number in range(1 + BURSTS):  # the first one opens connections and shows the router what prompts cost
         await service.wait_until_idle()
@@ -180,7 +180,7 @@ async def measure_prompts_rps(service: VllmService, running: RunningService, *, 
             send_load(running.info, beside, slo=WIDE_SLO, seed=seed + number + BURSTS + 1),
         )
         rates_rps.append(measure_rate_rps(results))
-    return median(rates_rps[1:])
+    return median(rates_rps[1:]) / PAIR
 
 
 async def measure_lone(

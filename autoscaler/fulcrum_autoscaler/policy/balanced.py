@@ -117,7 +117,6 @@ def decide_balance(
 
 def _average_slowdown(before: float, observation: Observation, seconds: float) -> float:
     now = measure_slowdown(observation)
-    now = 1.0 if now is None else now
     return now + (before - now) * math.exp(-seconds / SLOWDOWN_TIME_S)
 
 

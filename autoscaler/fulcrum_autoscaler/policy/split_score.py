@@ -92,10 +92,10 @@ class SplitScore:
         return f"{self.prefill_instances}:{self.decode_instances} ({worst})"
 
 
-def measure_slowdown(observation: Observation) -> float | None:
+def measure_slowdown(observation: Observation) -> float:
     """Measured steps as a multiple of what the models of the same instances say, over the decode legs.
 
-    Of one instance, at most `SLOWDOWN_MAX` counts. None if nothing is measured.
+    Of one instance, at most `SLOWDOWN_MAX` counts. 1 if nothing is measured.
     """
     measured_s = predicted_s = 0.0
     for state in observation.serving_states(Role.DECODE):
@@ -104,7 +104,7 @@ def measure_slowdown(observation: Observation) -> float | None:
         step_s = state.itl_intercept_s + state.itl_slope_s * state.decode_tokens
         measured_s += state.decode_legs * min(state.itl_s, SLOWDOWN_MAX * step_s)
         predicted_s += state.decode_legs * step_s
-    return measured_s / predicted_s if predicted_s > 0 else None
+    return measured_s / predicted_s if predicted_s > 0 else 1.0
 
 
 def measure_need(

@@ -17,7 +17,7 @@ from fulcrum_simulator.fleet.policy_runs import OnRun
 def show_progress(runs: int) -> Iterator[OnRun]:
     """Show the run in progress, of so many; yields the function to call before each simulation.
 
-    A run is all that a policy and a seed try: a search tries many rates.
+    All rates that a search tries with a policy, a seed and a number of instances are one run.
     """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

@@ -112,7 +112,7 @@ def test_the_model_of_a_step_is_scaled_up_to_what_engines_measure(
     busy = decode("d", tokens=20_000, decode_legs=4, itl_s=itl_s, **MODELS)
     rates = Rates(requests=0, prefill=0, output_tokens=0, token_steps=0)
     observation = make_observation(prefill("p", 0.0, **MODELS), busy)
-    slowdown = measure_slowdown(observation) or 1.0
+    slowdown = measure_slowdown(observation)
     need = measure_need(observation, rates, Slo(1.0, 0.1), sequences_max=math.inf, slowdown=slowdown)
     assert need is not None
     found = need.itl_intercept_s, need.itl_slope_s, need.max_tokens
