@@ -126,9 +126,9 @@ def judge_model(name: str, measured: dict[str, Any], token_budget: int) -> bool:
         print(
             f"  {field:12} profile {getattr(profile, field):.3g}, fitted {getattr(fitted.steps, field):.3g}"
         )
-    errors = ", ".join(f"{error.curve} {error.mape:.1%}" for error in fitted.errors)
+    errors = ", ".join(f"{curve.name} {curve.mape:.1%}" for curve in fitted.curves)
     print(f"  error of the fit: {errors}; time outside of steps {1000 * fitted.overhead_s:.1f} ms")
-    return all(error.mape <= MAPE_MAX for error in fitted.errors)
+    return all(curve.mape <= MAPE_MAX for curve in fitted.curves)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

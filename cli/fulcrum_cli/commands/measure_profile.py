@@ -7,6 +7,7 @@ how far each curve is from its fit. It starts no engine.
 import asyncio
 import random
 import sys
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from fulcrum_core.errors import InvalidInput
 from fulcrum_core.hardware import HardwareFacts, find_hardware
 from fulcrum_core.profiles import parse_profile
 from fulcrum_simulator.profiling import (
-    CurveError,
+    CurveFit,
     EngineClient,
     EngineLimits,
     FittedLink,
@@ -83,9 +84,9 @@ def run(options: ProfileOptions) -> int:
     text = render_profile(engine, measured.fitted, measured.link)
     parse_profile(text, source=str(options.out))
     write_text_file("--out", options.out, text)
-    errors = (*measured.fitted.errors, *([measured.link.error] if measured.link else []))
-    print("\n".join(_format_report(errors, measured.fitted, options.out)))
-    return 1 if any(error.mape > ERROR_MAX for error in errors) else 0
+    curves = (*measured.fitted.curves, *([measured.link.curve] if measured.link else []))
+    print("\n".join(format_report(curves, measured.fitted, options.out)))
+    return 1 if any(curve.mape > ERROR_MAX for curve in curves) else 0
 
 
 def _check(options: ProfileOptions) -> None:
@@ -158,18 +159,22 @@ def _report(line: str) -> None:
     print(f"measuring {hide_credentials(line)}", file=sys.stderr, flush=True)
 
 
-def _format_report(errors: tuple[CurveError, ...], fitted: FittedProfile, out: Path) -> list[str]:
+def format_report(curves: tuple[CurveFit, ...], fitted: FittedProfile, out: Path) -> list[str]:
+    """Return the lines that the command prints; the points of curves that do not fit are among them."""
     steps = fitted.steps
-    off = [error.curve for error in errors if error.mape > ERROR_MAX]
+    off = [curve for curve in curves if curve.mape > ERROR_MAX]
+    names = ", ".join(curve.name for curve in off)
     warning = [
-        f"{', '.join(off)}: off by more than {ERROR_MAX:.0%} on average; publish no figure from this profile"
+        "",
+        *_list_points(off),
+        f"{names}: off by more than {ERROR_MAX:.0%} on average; publish no figure from this profile",
     ]
     return [
         *format_columns(
             ("CURVE", "POINTS", "MEAN ERROR"),
             *(
-                (error.curve, str(error.points), f"{error.mape:.1%}" if error.points else "-")
-                for error in errors
+                (curve.name, str(len(curve.points)), f"{curve.mape:.1%}" if curve.points else "-")
+                for curve in curves
             ),
         ),
         "",
@@ -180,3 +185,19 @@ def _format_report(errors: tuple[CurveError, ...], fitted: FittedProfile, out: P
         *(warning if off else []),
         f"wrote {out}: pass it as a profile",
     ]
+
+
+def _list_points(curves: Sequence[CurveFit]) -> list[str]:
+    """Return a table of the points of these curves: where an engine does not follow the formula of a step."""
+    points = [(curve.name, point) for curve in curves for point in curve.points]
+    return format_columns(
+        ("CURVE", "POINT", "MEASURED", "FITTED", "ERROR"),
+        *(
+            (name, point.name, _ms(point.measured_s), _ms(point.fitted_s), f"{point.error:+.1%}")
+            for name, point in points
+        ),
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.4g} ms"

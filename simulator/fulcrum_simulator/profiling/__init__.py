@@ -11,16 +11,24 @@ from fulcrum_simulator.profiling.engine_client import (
     EngineUnusable,
     hide_credentials,
 )
-from fulcrum_simulator.profiling.fit import CurveError, FittedLink, FittedProfile, fit_link, fit_profile
+from fulcrum_simulator.profiling.fit import (
+    CurveFit,
+    FittedLink,
+    FittedPoint,
+    FittedProfile,
+    fit_link,
+    fit_profile,
+)
 from fulcrum_simulator.profiling.measure import Measurer
 from fulcrum_simulator.profiling.points import MeasurementPlan, plan_measurement
 
 __all__ = [
-    "CurveError",
+    "CurveFit",
     "EngineClient",
     "EngineLimits",
     "EngineUnusable",
     "FittedLink",
+    "FittedPoint",
     "FittedProfile",
     "MeasurementPlan",
     "Measurer",

@@ -10,7 +10,7 @@ import yaml
 from fulcrum_core.hardware import HardwareFacts
 from fulcrum_core.models import ModelFacts, kv_bytes_per_token, weight_bytes
 from fulcrum_simulator.profiling.engine_client import EngineLimits
-from fulcrum_simulator.profiling.fit import CurveError, FittedLink, FittedProfile
+from fulcrum_simulator.profiling.fit import CurveFit, FittedLink, FittedProfile
 
 _ASSUMED_LINK = {"link_bytes_per_s": 1e10, "link_setup_s": 0.002, "handshake_s": 0.1}
 """Stands for a link that was not measured: 100 Gbit/s Ethernet."""
@@ -34,8 +34,8 @@ class ProfiledEngine:
 
 def render_profile(engine: ProfiledEngine, fitted: FittedProfile, link: FittedLink | None) -> str:
     """Return the text of the profile file; `link` is None if no KV transfer was measured."""
-    errors = (*fitted.errors, link.error) if link else fitted.errors
-    described = ", ".join(_describe_error(error) for error in errors if error.points)
+    curves = (*fitted.curves, link.curve) if link else fitted.curves
+    described = ", ".join(_describe_curve(curve) for curve in curves if curve.points)
     fields = {
         "name": engine.name,
         "description": f"{engine.limits.model}, measured: {described}.",
@@ -55,8 +55,8 @@ def render_profile(engine: ProfiledEngine, fitted: FittedProfile, link: FittedLi
     return "\n".join([*_comments(engine, fitted, link), yaml.safe_dump(fields, sort_keys=False, width=110)])
 
 
-def _describe_error(error: CurveError) -> str:
-    return f"{error.curve} within {error.mape:.1%} on average over {error.points} points"
+def _describe_curve(curve: CurveFit) -> str:
+    return f"{curve.name} within {curve.mape:.1%} on average over {len(curve.points)} points"
 
 
 def _round(value: float) -> float:
@@ -99,7 +99,7 @@ def _link_fields(engine: ProfiledEngine, link: FittedLink | None) -> dict[str, f
 
 def _comments(engine: ProfiledEngine, fitted: FittedProfile, link: FittedLink | None) -> list[str]:
     lines = ["# Written by `fulcrum profile`. Assumed, not measured: startup_s."]
-    if any(error.curve == "mixed" and not error.points for error in fitted.errors):
+    if any(curve.name == "mixed" and not curve.points for curve in fitted.curves):
         lines.append(
             "# Assumed, not measured: mixed_factor; the engine computed no prompt in a step with decodes."
         )

@@ -21,7 +21,7 @@ from fulcrum_simulator.profiling.samples import (
     TransferMeasurement,
 )
 
-S = TypeVar("S")
+S = TypeVar("S", PrefillMeasurement, DecodeMeasurement, MixedMeasurement, TransferMeasurement)
 
 ASSUMED_FACTOR = 1.1
 """Factor of an engine that took up no prompt in a step with decodes (Splitwise's measured tables)."""
@@ -30,12 +30,30 @@ LEAST_COEFFICIENT = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class CurveError:
-    """Mean absolute percentage error of one fitted curve (MAPE, 0.1 is 10 %), and its number of points."""
+class FittedPoint:
+    """One point of a curve, in seconds as measured and as fitted."""
 
-    curve: str
-    mape: float
-    points: int
+    name: str
+    measured_s: float
+    fitted_s: float
+
+    @property
+    def error(self) -> float:
+        """By how much the fit is above the measured value (0.1 is 10 %)."""
+        return self.fitted_s / self.measured_s - 1
+
+
+@dataclass(frozen=True, slots=True)
+class CurveFit:
+    """How far each point of a curve is from the fit, without points that took no time."""
+
+    name: str
+    points: tuple[FittedPoint, ...]
+
+    @property
+    def mape(self) -> float:
+        """Mean absolute percentage error (0.1 is 10 %); 0 without points."""
+        return fmean(abs(point.error) for point in self.points) if self.points else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +62,7 @@ class FittedProfile:
 
     steps: StepModel
     overhead_s: float
-    errors: tuple[CurveError, ...]
+    curves: tuple[CurveFit, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +72,7 @@ class FittedLink:
     setup_s: float
     s_per_token: float
     handshake_s: float
-    error: CurveError
+    curve: CurveFit
 
 
 def fit_profile(
@@ -78,7 +96,7 @@ def fit_profile(
     factor = _fit_factor([(b * sample.tokens + c * sample.tokens**2, sample.seconds) for sample in mixed])
     steps = StepModel(max(t0, LEAST_COEFFICIENT), b, c, d1, max(d2, LEAST_COEFFICIENT), factor)
     return FittedProfile(
-        steps, overhead_s, _compute_errors(steps, overhead_s, prefill, decode, mixed, token_budget)
+        steps, overhead_s, _compare_curves(steps, overhead_s, prefill, decode, mixed, token_budget)
     )
 
 
@@ -107,7 +125,7 @@ def fit_link(
         setup_s,
         s_per_token,
         max(0.0, first.seconds - predict_s(first)),
-        _error("transfer", later, lambda sample: sample.seconds, predict_s),
+        _compare("transfer", later, predict_s),
     )
 
 
@@ -121,43 +139,33 @@ def _fit_factor(points: Sequence[tuple[float, float]]) -> float:
     return max(1.0, sum(ratios) / sum(ratio**2 for ratio in ratios)) if ratios else ASSUMED_FACTOR
 
 
-def _compute_errors(
+def _compare_curves(
     steps: StepModel,
     overhead_s: float,
     prefill: Sequence[PrefillMeasurement],
     decode: Sequence[DecodeMeasurement],
     mixed: Sequence[MixedMeasurement],
     token_budget: int,
-) -> tuple[CurveError, ...]:
+) -> tuple[CurveFit, ...]:
     def alone_s(tokens: int) -> float:
         return steps.b * tokens + steps.c * tokens**2
 
+    def prefill_s(sample: PrefillMeasurement) -> float:
+        return overhead_s + _steps(sample.tokens, token_budget) * steps.t0 + alone_s(sample.tokens)
+
+    def decode_s(sample: DecodeMeasurement) -> float:
+        return steps.t0 + steps.d1 * sample.batch + steps.d2 * sample.context_tokens
+
+    def mixed_s(sample: MixedMeasurement) -> float:
+        return steps.mixed_factor * alone_s(sample.tokens)
+
     return (
-        _error(
-            "prefill",
-            prefill,
-            lambda sample: sample.seconds,
-            lambda sample: (
-                overhead_s + _steps(sample.tokens, token_budget) * steps.t0 + alone_s(sample.tokens)
-            ),
-        ),
-        _error(
-            "decode",
-            decode,
-            lambda sample: sample.seconds,
-            lambda sample: steps.t0 + steps.d1 * sample.batch + steps.d2 * sample.context_tokens,
-        ),
-        _error(
-            "mixed",
-            mixed,
-            lambda sample: sample.seconds,
-            lambda sample: steps.mixed_factor * alone_s(sample.tokens),
-        ),
+        _compare("prefill", prefill, prefill_s),
+        _compare("decode", decode, decode_s),
+        _compare("mixed", mixed, mixed_s),
     )
 
 
-def _error(
-    curve: str, samples: Sequence[S], measured: Callable[[S], float], predicted: Callable[[S], float]
-) -> CurveError:
-    errors = [abs(predicted(sample) / measured(sample) - 1) for sample in samples if measured(sample) > 0]
-    return CurveError(curve, fmean(errors) if errors else 0.0, len(errors))
+def _compare(curve: str, samples: Sequence[S], fitted_s: Callable[[S], float]) -> CurveFit:
+    points = (FittedPoint(sample.name, sample.seconds, fitted_s(sample)) for sample in samples)
+    return CurveFit(curve, tuple(point for point in points if point.measured_s > 0))

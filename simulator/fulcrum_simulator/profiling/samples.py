@@ -13,6 +13,11 @@ class PrefillMeasurement:
     tokens: int
     seconds: float
 
+    @property
+    def name(self) -> str:
+        """Names the point of the curve."""
+        return f"{self.tokens} tokens"
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeMeasurement:
@@ -22,6 +27,11 @@ class DecodeMeasurement:
     context_tokens: float
     seconds: float
 
+    @property
+    def name(self) -> str:
+        """Names the point of the grid."""
+        return f"{self.batch} requests, {self.context_tokens:.0f} tokens of KV"
+
 
 @dataclass(frozen=True, slots=True)
 class MixedMeasurement:
@@ -30,6 +40,11 @@ class MixedMeasurement:
     tokens: int
     seconds: float
 
+    @property
+    def name(self) -> str:
+        """Names the point of the curve."""
+        return f"{self.tokens} tokens"
+
 
 @dataclass(frozen=True, slots=True)
 class TransferMeasurement:
@@ -37,3 +52,8 @@ class TransferMeasurement:
 
     tokens: int
     seconds: float
+
+    @property
+    def name(self) -> str:
+        """Names the point of the curve."""
+        return f"{self.tokens} tokens"

@@ -4,8 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from fulcrum_cli.commands.measure_profile import ProfileOptions, run
-from fulcrum_simulator.profiling import EngineClient, EngineLimits, EngineUnusable, hide_credentials
+from fulcrum_cli.commands.measure_profile import ProfileOptions, format_report, run
+from fulcrum_core.latency import StepModel
+from fulcrum_simulator.profiling import (
+    CurveFit,
+    EngineClient,
+    EngineLimits,
+    EngineUnusable,
+    FittedPoint,
+    FittedProfile,
+    hide_credentials,
+)
 from tests.paths import MODELS
 
 
@@ -35,6 +44,29 @@ def test_a_second_run_sends_prompts_that_no_engine_has_cached(
             run(options)
 
     assert len(set(prompts)) == 2
+
+
+def test_a_curve_that_does_not_fit_is_shown_point_by_point() -> None:
+    good = CurveFit("prefill", (FittedPoint("64 tokens", 0.1, 0.101),))
+    bad = CurveFit(
+        "decode",
+        (
+            FittedPoint("1 requests, 76 tokens of KV", 0.02, 0.016),
+            FittedPoint("16 requests, 1216 tokens of KV", 0.04, 0.041),
+        ),
+    )
+    steps = StepModel(t0=0.01, b=1e-4, c=1e-9, d1=1e-3, d2=1e-6, mixed_factor=1.1)
+
+    report = format_report((good, bad), FittedProfile(steps, 0.0, (good, bad)), Path("m.yaml"))
+
+    lines = [
+        line.split("  ") for line in report if "tokens" in line and line.startswith(("prefill", "decode"))
+    ]
+    assert [[part.strip() for part in line if part] for line in lines] == [
+        ["decode", "1 requests, 76 tokens of KV", "20 ms", "16 ms", "-20.0%"],
+        ["decode", "16 requests, 1216 tokens of KV", "40 ms", "41 ms", "+2.5%"],
+    ]
+    assert "decode: off by more than 10% on average; publish no figure from this profile" in report
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ from fulcrum_core.latency import StepModel
 from fulcrum_core.models import kv_bytes_per_token
 from fulcrum_core.profiles import parse_profile
 from fulcrum_simulator.profiling import (
-    CurveError,
+    CurveFit,
     EngineLimits,
     FittedLink,
+    FittedPoint,
     FittedProfile,
     ProfiledEngine,
     render_profile,
@@ -20,8 +21,8 @@ from fulcrum_simulator.profiling import (
 from tests.unit.operator.engine_cases import fixture_facts
 
 STEPS = StepModel(t0=0.0169, b=7.64e-5, c=6.6e-10, d1=2e-5, d2=4.8e-8, mixed_factor=1.1)
-FITTED = FittedProfile(STEPS, 0.004, (CurveError("prefill", 0.0123, 8),))
-LINK = FittedLink(0.001, 327680 / 4e10, 0.1, CurveError("transfer", 0.02, 5))
+FITTED = FittedProfile(STEPS, 0.004, (CurveFit("prefill", (FittedPoint("64 tokens", 1.0, 1.0123),) * 8),))
+LINK = FittedLink(0.001, 327680 / 4e10, 0.1, CurveFit("transfer", (FittedPoint("64 tokens", 1.0, 0.98),) * 5))
 
 
 def engine(device: HardwareFacts | None, *, tensor_parallel: int = 4) -> ProfiledEngine:
@@ -62,7 +63,7 @@ def test_a_link_that_was_not_measured_is_named_in_the_file() -> None:
 
 
 def test_a_factor_that_was_not_measured_is_named_in_the_file() -> None:
-    unmixed = replace(FITTED, errors=(*FITTED.errors, CurveError("mixed", 0.0, 0)))
+    unmixed = replace(FITTED, curves=(*FITTED.curves, CurveFit("mixed", ())))
     text = render_profile(engine(None), unmixed, LINK)
     assert "# Assumed, not measured: mixed_factor" in text
     assert "mixed within" not in text

@@ -51,14 +51,14 @@ def test_exact_curves_give_the_coefficients_back() -> None:
         [TRUTH.t0, TRUTH.b, TRUTH.c, TRUTH.d1, TRUTH.d2, TRUTH.mixed_factor], rel=1e-6
     )
     assert fitted.overhead_s == pytest.approx(OVERHEAD_S)
-    assert [error.points for error in fitted.errors] == [8, 25, 5]
-    assert max(error.mape for error in fitted.errors) < 1e-6
+    assert [len(curve.points) for curve in fitted.curves] == [8, 25, 5]
+    assert max(curve.mape for curve in fitted.curves) < 1e-6
 
 
 def test_noise_shows_as_error_of_its_size_and_moves_the_fit_by_less(seed: int) -> None:
     fitted = fit_curves(random.Random(seed), noise=0.03)
     assert [fitted.steps.t0, fitted.steps.b] == pytest.approx([TRUTH.t0, TRUTH.b], rel=0.1)
-    assert all(0.001 < error.mape < 0.03 for error in fitted.errors), fitted.errors
+    assert all(0.001 < curve.mape < 0.03 for curve in fitted.curves), fitted.curves
 
 
 def test_without_prompts_beside_decodes_the_published_factor_stands() -> None:
@@ -69,7 +69,7 @@ def test_without_prompts_beside_decodes_the_published_factor_stands() -> None:
         mixed=[],
         token_budget=BUDGET,
     )
-    assert (fitted.steps.mixed_factor, fitted.errors[2].points) == (1.1, 0)
+    assert (fitted.steps.mixed_factor, fitted.curves[2].points) == (1.1, ())
 
 
 def test_coefficients_are_never_negative(seed: int) -> None:
@@ -90,7 +90,11 @@ def test_points_that_noise_puts_below_their_steps_do_not_rule_the_fit() -> None:
     mixed = [MixedMeasurement(64, 0.0), MixedMeasurement(512, 1.3 * (TRUTH.b * 512 + TRUTH.c * 512**2))]
     fitted = fit_profile(prefill=prefill, decode=decode, mixed=mixed, token_budget=BUDGET)
     assert [fitted.steps.b, fitted.steps.mixed_factor] == pytest.approx([TRUTH.b, 1.3], rel=0.1)
-    assert [(error.points, error.mape < 0.1) for error in fitted.errors] == [(8, True), (4, True), (1, True)]
+    assert [(len(curve.points), curve.mape < 0.1) for curve in fitted.curves] == [
+        (8, True),
+        (4, True),
+        (1, True),
+    ]
 
 
 def test_columns_that_cannot_be_told_apart_are_fitted_by_one() -> None:
@@ -106,7 +110,7 @@ def test_the_link_is_fitted_without_the_step_and_the_time_outside_it() -> None:
         return TransferMeasurement(tokens, handshake_s + 0.002 + 1e-5 * tokens + step_s + OVERHEAD_S)
 
     link = fit_link(transfer(64, 0.1), [transfer(tokens) for tokens in (64, 512, 4096)], fitted)
-    assert [link.setup_s, link.s_per_token, link.handshake_s, link.error.mape] == pytest.approx(
+    assert [link.setup_s, link.s_per_token, link.handshake_s, link.curve.mape] == pytest.approx(
         [0.002, 1e-5, 0.1, 0.0], abs=1e-9
     )
 

@@ -114,7 +114,7 @@ async def test_the_coefficients_of_a_known_engine_are_recovered() -> None:
         ],
         rel=0.1,
     )
-    assert (max(error.mape for error in (*fitted.errors, link.error)) < 0.02, len(lines)) == (True, 45)
+    assert (max(curve.mape for curve in (*fitted.curves, link.curve)) < 0.02, len(lines)) == (True, 45)
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
