@@ -2,13 +2,14 @@
 
     python bench/policy_vllm.py [--seeds N] [--period SECONDS] [--periods N]
 
-Runs a local service with three engines, each with its own share of a processor (`processor_shares`, which
-needs root): otherwise they would share the machine, and a second prefill engine would add nothing. Measures
-two rates of an engine, beside others with work, since processors that share their caches slow each other:
-half of the rate of long prompts that two prefill engines compute, and half of the rate of long answers at
-which the steps of two decode engines take the TPOT objective. The load has both all the time, and changes its
-mix each period: prompts at 1.5 times and answers at 0.2 times that rate, then the other way round. So each
-split has one engine too few half of the time. The objectives are five times the TTFT of a prompt alone, and
+Runs a local service with three engines. Each has its own share of the first processor (`processor_shares`,
+which needs root); router and load have the others. So an engine is as fast while others work as alone, as
+each would be on its own GPU: with processors of their own that share caches and memory, a second decode
+engine added a third, and one split was nearly right for both mixes. Measures two rates of an engine: half of
+the rate of long prompts that two prefill engines compute, and half of the rate of long answers at which the
+steps of two decode engines take the TPOT objective. The load has both all the time, and changes its mix each
+period: prompts at 1.5 times and answers at 0.2 times that rate, then the other way round. So each split has
+one engine too few half of the time. The objectives are five times the TTFT of a prompt alone, and
 three times the TPOT of an answer alone. For each seed, requests with the same arrivals and lengths, but other
 texts (so that no prefix cache helps), are sent with mode Auto and with each fixed split, in an order that
 rotates with the seed. Prints SLO attainment, flips and failures. Exit code 1 if, in the median of the seeds,
@@ -27,7 +28,13 @@ from statistics import fmean, median
 from typing import Any
 
 from bench.processor_shares import ProcessorShares, processor_shares
-from bench.vllm_load import MeasuredLoad, isolate_engines, measure_load, run_vllm_service
+from bench.vllm_load import (
+    MeasuredLoad,
+    isolate_engines,
+    measure_load,
+    put_engines_on_one_processor,
+    run_vllm_service,
+)
 from fulcrum_cli.assignment.writes import flip_instance
 from fulcrum_cli.play.recorder import Recorder
 from fulcrum_core.api import PDAssignment, PDService
@@ -68,8 +75,8 @@ MODEL = ("--load-format", "dummy", "--hf-overrides", '{"num_hidden_layers": 6}')
 BATCH_MAX = 128
 """With our default on CPUs, 16, a batch would be full long before its tokens were late."""
 ENGINE_ARGS = (*MODEL, "--kv-cache-memory-bytes", str(768 * 2**20), "--max-num-seqs", str(BATCH_MAX))
-ENGINE_SHARE = 0.45
-"""Share of one processor that an engine has. Three leave a third of two processors to router and load."""
+ENGINE_SHARE, PERIOD_US = 0.3, 4_000
+"""Share of the first processor that an engine has, of each period: shorter than an engine step."""
 FLIPS_SEEN_EACH_S = 0.2
 
 
@@ -326,6 +333,7 @@ async def measure_all(
 ) -> list[list[Run]]:
     """Send the load of each seed with each way to set the roles."""
     await isolate_engines(running, shares, ENGINE_SHARE)
+    await put_engines_on_one_processor(running)
     async with running.connect() as service:
         calibration = await calibrate(service, running)
         found = []
@@ -378,7 +386,7 @@ def main() -> int:
     parser.add_argument("--period", type=float, default=45.0, metavar="SECONDS")
     parser.add_argument("--periods", type=int, default=4)
     given = parser.parse_args()
-    with processor_shares() as shares, run_vllm_service(build_service()) as service:
+    with processor_shares(period_us=PERIOD_US) as shares, run_vllm_service(build_service()) as service:
         measuring = measure_all(
             service, shares, seeds=given.seeds, period_s=given.period, periods=given.periods
         )

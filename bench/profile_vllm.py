@@ -17,13 +17,11 @@ median over the seeds of one of these differences, is off by more than 10 %, or 
 import argparse
 import asyncio
 import json
-import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -32,8 +30,8 @@ from bench.processor_shares import ProcessorShares, processor_shares
 from bench.vllm_load import (
     MeasuredLoad,
     isolate_engines,
-    list_descendants,
     measure_load,
+    put_engines_on_one_processor,
     run_vllm_service,
 )
 from fulcrum_cli.local.engine_environment import find_engine_environment
@@ -71,17 +69,6 @@ def build_service() -> dict[str, Any]:
         slo={"ttft": f"{SLO.ttft_s:g}s", "tpot": f"{SLO.tpot_s:g}s"},
         router={"dispatch": {"deflect": False}},
     )
-
-
-async def separate_engines(service: VllmService) -> None:
-    """Let the engines run on the first processor only, and all else of this bench on the others."""
-    first, *others = sorted(os.sched_getaffinity(0))
-    leaders = [await service.find_leader_pid(name) for name in await service.list_instances()]
-    engines = {pid for leader in leaders for pid in list_descendants(leader)}
-    for pid in list_descendants(os.getpid()):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(ProcessLookupError):  # it has ended
-                os.sched_setaffinity(int(thread), {first} if pid in engines else others)
 
 
 async def measure_profile(service: VllmService, folder: Path) -> tuple[EngineProfile, float, bool]:
@@ -157,9 +144,9 @@ async def measure_all(
 ) -> bool:
     """Measure profile and loads; print them, and return whether all bars are met."""
     await isolate_engines(running, shares, ENGINE_SHARE)
+    await put_engines_on_one_processor(running)
     differences: list[list[float]] = []
     async with running.connect() as service:
-        await separate_engines(service)
         profile, overhead_s, good = await measure_profile(service, folder)
         for seed in range(1, seeds + 1):
             requests = draw(profile, seconds=seconds, seed=seed)

@@ -1,4 +1,4 @@
-"""Runs a local service with vLLM engines and measures loads on it; `tiers_vllm` and `policy_vllm` use it.
+"""Runs a local service with vLLM engines and measures loads on it, for the benches `…_vllm`.
 
 Real engines cannot say that they are late, as the engine model does. So each measurement also says whether
 other programs took processor time, and whether the load itself was late.
@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,22 @@ async def isolate_engines(running: RunningService, shares: ProcessorShares, shar
         for name in await service.list_instances():
             leader = await service.find_leader_pid(name)
             shares.limit(name, list_descendants(leader), share)
+
+
+async def put_engines_on_one_processor(running: RunningService) -> None:
+    """Let the engines run on the first processor only, and all else of a bench on the others.
+
+    With shares that fill no more than this processor, an engine is as fast while others work as alone: on
+    processors of their own they would share caches and memory, which slows each by a quarter to a half.
+    """
+    first, *others = sorted(os.sched_getaffinity(0))
+    async with running.connect() as service:
+        leaders = [await service.find_leader_pid(name) for name in await service.list_instances()]
+    engines = {pid for leader in leaders for pid in list_descendants(leader)}
+    for pid in list_descendants(os.getpid()):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(ProcessLookupError):  # it has ended
+                os.sched_setaffinity(int(thread), {first} if pid in engines else others)
 
 
 async def measure_load(
