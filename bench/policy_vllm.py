@@ -4,18 +4,15 @@
 
 Runs a local service with three engines. Each has its own share of the first processor (`processor_shares`,
 which needs root); router and load have the others. So an engine is as fast while others work as alone, as
-each would be on its own GPU: with processors of their own that share caches and memory, a second decode
-engine added a third, and one split was nearly right for both mixes. Measures two rates of an engine: half of
-the rate of long prompts that two prefill engines compute, and half of the rate of long answers at which the
-steps of two decode engines take the TPOT objective. The load has both all the time, and changes its mix each
-period: prompts at 1.5 times and answers at 0.2 times that rate, then the other way round. So each split has
-one engine too few half of the time. The objectives are five times the TTFT of a prompt alone, and
-three times the TPOT of an answer alone. For each seed, requests with the same arrivals and lengths, but other
-texts (so that no prefix cache helps), are sent with mode Auto and with each fixed split, in an order that
-rotates with the seed. Prints SLO attainment, flips and failures. Exit code 1 if, in the median of the seeds,
-Auto is not above every fixed split, if it never flipped in one of the directions, or if a request failed.
-Needs `make engine`. A run during which other programs used the processors, or the load was late, does not
-count.
+each would be on its own GPU. Measures what one engine serves, with split 2P1D: long prompts, and long answers
+while their steps take the TPOT objective. The load has both all the time, and changes its mix each period:
+prompts at 1.5 times and answers at 0.2 times that rate, then the other way round. So each split has one
+engine too few half of the time. The objectives are five times the TTFT of a prompt alone, and three times the
+TPOT of an answer alone. For each seed, requests with the same arrivals and lengths, but other texts (so that
+no prefix cache helps), are sent with mode Auto and with each fixed split, in an order that rotates with the
+seed. Prints SLO attainment, flips and failures. Exit code 1 if, in the median of the seeds, Auto is not above
+every fixed split, if it never flipped in one of the directions, or if a request failed. Needs `make engine`.
+A run during which other programs used the processors, or the load was late, does not count.
 """
 
 import argparse
@@ -60,11 +57,9 @@ LONE_REQUESTS = 9
 ANSWER_TOKENS = round(fmean(ANSWERS[1]))
 """Tokens of each answer by which the rate of a decode engine is measured."""
 BATCH_FIRST, BATCHES = 32, 5
-"""Answers on an engine in the first measurement of that rate, and measurements at most."""
+"""Answers in the first measurement of that rate, and measurements at most."""
 STEP_ERROR_MAX = 0.15
 """The rate counts if steps take the TPOT objective to within so much of it."""
-PAIR = 2
-"""Engines that are measured together: as many as the role has when the split is right."""
 WIDE_SLO = Slo(ttft_s=60.0, tpot_s=1.0)
 """Objectives while all this is measured: the router keeps no request from an engine to meet them."""
 BURST, BURSTS, BESIDE = 120, 3, 20
@@ -75,8 +70,8 @@ MODEL = ("--load-format", "dummy", "--hf-overrides", '{"num_hidden_layers": 6}')
 BATCH_MAX = 128
 """With our default on CPUs, 16, a batch would be full long before its tokens were late."""
 ENGINE_ARGS = (*MODEL, "--kv-cache-memory-bytes", str(768 * 2**20), "--max-num-seqs", str(BATCH_MAX))
-ENGINE_SHARE, PERIOD_US = 0.3, 4_000
-"""Share of the first processor that an engine has, of each period: shorter than an engine step."""
+ENGINE_SHARE = 0.3
+"""Share of the first processor that an engine has."""
 FLIPS_SEEN_EACH_S = 0.2
 
 
@@ -149,7 +144,7 @@ async def _has_roles(service: VllmService, roles: dict[str, Role]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Requests a second of a prefill and of a decode engine, and the objectives."""
+    """Requests a second that one engine serves of both kinds, and the objectives."""
 
     prompts_rps: float
     answers_rps: float
@@ -157,18 +152,17 @@ class Calibration:
 
 
 async def calibrate(service: VllmService, running: RunningService) -> Calibration:
-    """Measure what an engine of each role serves beside another one, and set the service's objectives."""
+    """Measure what one engine of each role serves, and set the service's objectives."""
     await set_split(service, SPLITS["2P1D"])
-    prompts_rps = await measure_prompts_rps(service, running, seed=10)
+    prompts_rps = await measure_prompts_rps(service, running, seed=10) / SPLITS["2P1D"]
     lone = await measure_lone(service, running, PROMPTS, seed=20)
-    await set_split(service, SPLITS["1P2D"])
     lone_s = get_measured((await measure_lone(service, running, ANSWERS, seed=30)).tpot_p50_s)
     slo = Slo(ttft_s=TTFT_FACTOR * get_measured(lone.ttft_p50_s), tpot_s=TPOT_FACTOR * lone_s)
     answers_rps = await measure_answers_rps(service, running, lone_s, slo.tpot_s, SHARES[1][0] * prompts_rps)
     spec = {"slo": write_slo(slo), "router": {"dispatch": {"deflect": True}}}
     await service.store.patch(PDService, SERVICE, {"spec": spec}, namespace=NAMESPACE)
     print(
-        f"each of two engines serves {prompts_rps:.1f} prompts/s, or {answers_rps:.1f} answers/s; "
+        f"one engine serves {prompts_rps:.1f} prompts/s, or {answers_rps:.1f} answers/s; "
         f"objectives {write_slo(slo)}",
         flush=True,
     )
@@ -176,7 +170,7 @@ async def calibrate(service: VllmService, running: RunningService) -> Calibratio
 
 
 async def measure_prompts_rps(service: VllmService, running: RunningService, *, seed: int) -> float:
-    """Prompts a second that each of two prefill engines computes, while some wait, beside a few answers."""
+    """Prompts a second that all prefill engines compute, while some wait, beside a few answers."""
     rates_rps = []
     for number in range(1 + BURSTS):  # the first one opens connections and shows the router what prompts cost
         await service.wait_until_idle()
@@ -187,7 +181,7 @@ async def measure_prompts_rps(service: VllmService, running: RunningService, *, 
             send_load(running.info, beside, slo=WIDE_SLO, seed=seed + number + BURSTS + 1),
         )
         rates_rps.append(measure_rate_rps(results))
-    return median(rates_rps[1:]) / PAIR
+    return median(rates_rps[1:])
 
 
 async def measure_lone(
@@ -205,10 +199,10 @@ async def measure_lone(
 async def measure_answers_rps(
     service: VllmService, running: RunningService, lone_s: float, tpot_s: float, prompts_rps: float
 ) -> float:
-    """Answers a second that each of two decode engines gives while steps take `tpot_s`, beside prompts.
+    """Answers a second that one decode engine gives while steps take `tpot_s`, beside prompts.
 
-    A batch of n with steps of I seconds gives n/I tokens a second. How I grows with n is not known, and is
-    steep once the processors are busy: each batch after the first one comes from the step before.
+    A batch of n with steps of I seconds gives n/I tokens a second. How I grows with n is not known: each
+    batch after the first one comes from the step before.
 
     Raises:
         SystemExit: if no batch has such steps.
@@ -217,7 +211,7 @@ async def measure_answers_rps(
     for number in range(BATCHES):
         step_s = await measure_step_s(service, running, batch, prompts_rps, tpot_s, seed=40 + number)
         rate_rps = batch / (ANSWER_TOKENS * step_s)
-        print(f"{batch} answers on each engine: TPOT {1000 * step_s:.1f} ms, {rate_rps:.1f}/s", flush=True)
+        print(f"{batch} answers: TPOT {1000 * step_s:.1f} ms, {rate_rps:.1f}/s", flush=True)
         if abs(step_s / tpot_s - 1) <= STEP_ERROR_MAX:
             return rate_rps
         if step_s <= lone_s:
@@ -235,9 +229,12 @@ async def measure_step_s(
     *,
     seed: int,
 ) -> float:
-    """Median TPOT of answers of the same length, `batch` on each of two engines, beside prompts."""
+    """Median TPOT of answers of the same length, `batch` on the one decode engine, beside prompts.
+
+    With one prefill engine it would also show how long so many answers wait for their KV.
+    """
     await service.wait_until_idle()
-    answers = draw_burst(ANSWERS[0], (ANSWER_TOKENS, ANSWER_TOKENS), count=PAIR * batch, seed=f"{seed}")
+    answers = draw_burst(ANSWERS[0], (ANSWER_TOKENS, ANSWER_TOKENS), count=batch, seed=f"{seed}")
     prompts = draw_load([Sender("", prompts_rps, *PROMPTS)], end_s=2 * ANSWER_TOKENS * tpot_s, seed=f"{seed}")
     results = await send_load(running.info, [*answers, *prompts], slo=WIDE_SLO, seed=seed)
     together = [outcome for outcome in results.outcomes if outcome.index < len(answers)]
@@ -386,7 +383,7 @@ def main() -> int:
     parser.add_argument("--period", type=float, default=45.0, metavar="SECONDS")
     parser.add_argument("--periods", type=int, default=4)
     given = parser.parse_args()
-    with processor_shares(period_us=PERIOD_US) as shares, run_vllm_service(build_service()) as service:
+    with processor_shares() as shares, run_vllm_service(build_service()) as service:
         measuring = measure_all(
             service, shares, seeds=given.seeds, period_s=given.period, periods=given.periods
         )
