@@ -48,8 +48,6 @@ from tests.engines.services import MODEL, RunningService, VllmService, build_man
 DIFFERENCE_MAX = 0.10
 ENGINE_SHARE, REPEATS = 0.45, 5
 """Share of one processor that an engine has; both have the same one, in turns."""
-PERIOD_US = 4_000
-"""Shorter than an engine step, so that each step has the same share."""
 LAYERS, TOKEN_BUDGET, BATCH_MAX = 24, 1024, 32
 ENGINE_ARGS = (
     *("--load-format", "dummy", "--hf-overrides", json.dumps({"num_hidden_layers": LAYERS})),
@@ -182,7 +180,7 @@ def main() -> int:
     given = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
-        processor_shares(period_us=PERIOD_US) as shares,
+        processor_shares() as shares,
         run_vllm_service(build_service()) as service,
     ):
         measuring = measure_all(service, shares, Path(folder), seeds=given.seeds, seconds=given.seconds)
