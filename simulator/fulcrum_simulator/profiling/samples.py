@@ -5,18 +5,25 @@
 
 from dataclasses import dataclass
 
+from fulcrum_core.formatting import format_count
+
 
 @dataclass(frozen=True, slots=True)
-class PrefillMeasurement:
-    """Time from sending a prompt of `tokens` to an idle engine to its first token."""
+class _OneLength:
+    """A point that is named by its prompt tokens."""
 
     tokens: int
     seconds: float
 
     @property
     def name(self) -> str:
-        """Names the point of the curve."""
-        return f"{self.tokens} tokens"
+        """The point, as a reader is told it."""
+        return format_count(self.tokens, "token")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillMeasurement(_OneLength):
+    """Time from sending a prompt of `tokens` to an idle engine to its first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,31 +36,16 @@ class DecodeMeasurement:
 
     @property
     def name(self) -> str:
-        """Names the point of the grid."""
-        return f"{self.batch} requests, {self.context_tokens:.0f} tokens of KV"
+        """The point, as a reader is told it."""
+        tokens = format_count(round(self.context_tokens), "token")
+        return f"{format_count(self.batch, 'request')}, {tokens} of KV"
 
 
 @dataclass(frozen=True, slots=True)
-class MixedMeasurement:
+class MixedMeasurement(_OneLength):
     """How much longer decode steps took together because a prompt of `tokens` was computed in them."""
 
-    tokens: int
-    seconds: float
-
-    @property
-    def name(self) -> str:
-        """Names the point of the curve."""
-        return f"{self.tokens} tokens"
-
 
 @dataclass(frozen=True, slots=True)
-class TransferMeasurement:
+class TransferMeasurement(_OneLength):
     """Time from sending a decode leg whose KV of `tokens` is on another engine to its first token."""
-
-    tokens: int
-    seconds: float
-
-    @property
-    def name(self) -> str:
-        """Names the point of the curve."""
-        return f"{self.tokens} tokens"

@@ -52,6 +52,11 @@ def test_exact_curves_give_the_coefficients_back() -> None:
     )
     assert fitted.overhead_s == pytest.approx(OVERHEAD_S)
     assert [len(curve.points) for curve in fitted.curves] == [8, 25, 5]
+    names = [[point.name for point in curve.points[:2]] for curve in fitted.curves[:2]]
+    assert names == [
+        ["64 tokens", "156 tokens"],
+        ["1 request, 64 tokens of KV", "1 request, 144 tokens of KV"],
+    ]
     assert max(curve.mape for curve in fitted.curves) < 1e-6
 
 
