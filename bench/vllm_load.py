@@ -18,6 +18,7 @@ from typing import Any
 from bench.live_fleet import LATE_MAX_S
 from bench.processor_shares import ProcessorShares
 from fulcrum_cli.local.engine_environment import find_engine_environment
+from fulcrum_core.errors import InvalidInput
 from fulcrum_core.values import Slo
 from fulcrum_simulator.client import LoadReport, LoadResults
 from fulcrum_simulator.workload import WorkloadRequest
@@ -91,8 +92,13 @@ async def put_engines_on_one_processor(running: RunningService) -> None:
 
     With shares that fill no more than this processor, an engine is as fast while others work as alone: on
     processors of their own they would share caches and memory, which slows each by a quarter to a half.
+
+    Raises:
+        InvalidInput: if there is only one processor.
     """
     first, *others = sorted(os.sched_getaffinity(0))
+    if not others:
+        raise InvalidInput("processors", 1, "must be at least two: one for the engines, one for the load")
     async with running.connect() as service:
         leaders = [await service.find_leader_pid(name) for name in await service.list_instances()]
     engines = {pid for leader in leaders for pid in list_descendants(leader)}
