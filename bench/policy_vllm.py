@@ -4,15 +4,16 @@
 
 Runs a local service with three engines. Each has its own share of the first processor (`processor_shares`,
 which needs root); router and load have the others. So an engine is as fast while others work as alone, as
-each would be on its own GPU. Measures what one engine serves, with split 2P1D: long prompts, and long answers
-while their steps take the TPOT objective. The load has both all the time, and changes its mix each period:
-prompts at 1.5 times and answers at 0.2 times that rate, then the other way round. So each split has one
-engine too few half of the time. The objectives are five times the TTFT of a prompt alone, and three times the
-TPOT of an answer alone. For each seed, requests with the same arrivals and lengths, but other texts (so that
+each would be on its own GPU. For each seed, measures what one engine serves, with split 2P1D: long prompts,
+and long answers while their steps take the TPOT objective. The load has both all the time, and changes its
+mix each period: prompts at 1.5 times and answers at 0.2 times that rate, then the other way round. So each
+split has one engine too few half of the time. The objectives are five times the TTFT of a prompt alone, and
+three times the TPOT of an answer alone. Requests with the same arrivals and lengths, but other texts (so that
 no prefix cache helps), are sent with mode Auto and with each fixed split, in an order that rotates with the
 seed. Prints SLO attainment, flips and failures. Exit code 1 if, in the median of the seeds, Auto is not above
 every fixed split, if it never flipped in one of the directions, or if a request failed. Needs `make engine`.
-A run during which other programs used the processors, or the load was late, does not count.
+A seed does not count if other programs used the processors during one of its runs, if the load was late, or
+if the speed of the machine changed: TPOT of an answer alone after each run tells.
 """
 
 import argparse
@@ -52,8 +53,10 @@ SHARES = (1.5, 0.2), (0.2, 1.5)
 """Rates of prompts and of answers in turn, as shares of what one engine serves."""
 TTFT_FACTOR, TPOT_FACTOR = 5.0, 3.0
 """The objectives, as multiples of the latencies of lone requests."""
-LONE_REQUESTS = 9
-"""Requests of each mix that run alone."""
+LONE_REQUESTS, LONE_AFTER_RUN = 9, 3
+"""Requests of each mix that run alone, before the runs of a seed; answers alone after each run."""
+SPEED_CHANGE_MAX = 0.15
+"""By so much the TPOT of these may differ: processors of shared hosts were slower by a third for minutes."""
 ANSWER_TOKENS = round(fmean(ANSWERS[1]))
 """Tokens of each answer by which the rate of a decode engine is measured."""
 BATCH_FIRST, BATCHES = 32, 5
@@ -77,13 +80,28 @@ FLIPS_SEEN_EACH_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One load with one way to set the roles. `by_period`: SLO attainment of the requests of each period."""
+    """One load with one way to set the roles.
+
+    `by_period`: SLO attainment of the requests of each period. `lone_ratio`: TPOT of answers alone after the
+    run, to that when the rates were measured.
+    """
 
     arm: str
     load: MeasuredLoad
     by_period: tuple[float, ...]
     to_prefill: int
     to_decode: int
+    lone_ratio: float
+
+    @property
+    def has_other_speed(self) -> bool:
+        """Whether the engines are faster or slower than when the rates were measured."""
+        return abs(self.lone_ratio - 1) > SPEED_CHANGE_MAX
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the figures are those of the service."""
+        return self.load.is_valid and not self.has_other_speed
 
     def __str__(self) -> str:
         latencies = self.load.report.latencies
@@ -94,7 +112,8 @@ class Run:
             f"by period {by_period} %, "
             f"TTFT p99 {latencies.ttft_p99_s or 0.0:.2f} s, TPOT p99 {tpot_ms:.0f} ms, "
             f"{self.to_prefill} flips to Prefill, {self.to_decode} to Decode, {self.load.failed} failed; "
-            f"{self.load.describe_machine()}"
+            f"{self.load.describe_machine()}, TPOT alone {self.lone_ratio:.2f} times that before"
+            f"{' (DOES NOT COUNT)' if self.has_other_speed else ''}"
         )
 
 
@@ -144,29 +163,37 @@ async def _has_roles(service: VllmService, roles: dict[str, Role]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Requests a second that one engine serves of both kinds, and the objectives."""
+    """Requests a second that one engine serves of both kinds, TPOT of an answer alone, and the objectives."""
 
     prompts_rps: float
     answers_rps: float
+    lone_s: float
     slo: Slo
 
 
-async def calibrate(service: VllmService, running: RunningService) -> Calibration:
+async def calibrate(service: VllmService, running: RunningService, *, seed: int) -> Calibration:
     """Measure what one engine of each role serves, and set the service's objectives."""
+    await set_objectives(service, WIDE_SLO, deflect=False)
     await set_split(service, SPLITS["2P1D"])
-    prompts_rps = await measure_prompts_rps(service, running, seed=10) / SPLITS["2P1D"]
-    lone = await measure_lone(service, running, PROMPTS, seed=20)
-    lone_s = get_measured((await measure_lone(service, running, ANSWERS, seed=30)).tpot_p50_s)
+    prompts_rps = await measure_prompts_rps(service, running, seed=seed) / SPLITS["2P1D"]
+    lone = await measure_lone(service, running, PROMPTS, seed=seed + 10)
+    lone_s = get_measured((await measure_lone(service, running, ANSWERS, seed=seed + 20)).tpot_p50_s)
     slo = Slo(ttft_s=TTFT_FACTOR * get_measured(lone.ttft_p50_s), tpot_s=TPOT_FACTOR * lone_s)
-    answers_rps = await measure_answers_rps(service, running, lone_s, slo.tpot_s, SHARES[1][0] * prompts_rps)
-    spec = {"slo": write_slo(slo), "router": {"dispatch": {"deflect": True}}}
-    await service.store.patch(PDService, SERVICE, {"spec": spec}, namespace=NAMESPACE)
+    beside_rps = SHARES[1][0] * prompts_rps
+    answers_rps = await measure_answers_rps(service, running, lone_s, slo.tpot_s, beside_rps, seed=seed + 30)
+    await set_objectives(service, slo, deflect=True)
     print(
         f"one engine serves {prompts_rps:.1f} prompts/s, or {answers_rps:.1f} answers/s; "
         f"objectives {write_slo(slo)}",
         flush=True,
     )
-    return Calibration(prompts_rps, answers_rps, slo)
+    return Calibration(prompts_rps, answers_rps, lone_s, slo)
+
+
+async def set_objectives(service: VllmService, slo: Slo, *, deflect: bool) -> None:
+    """Set the service's objectives, and whether decode instances compute prompts."""
+    spec = {"slo": write_slo(slo), "router": {"dispatch": {"deflect": deflect}}}
+    await service.store.patch(PDService, SERVICE, {"spec": spec}, namespace=NAMESPACE)
 
 
 async def measure_prompts_rps(service: VllmService, running: RunningService, *, seed: int) -> float:
@@ -185,19 +212,25 @@ async def measure_prompts_rps(service: VllmService, running: RunningService, *, 
 
 
 async def measure_lone(
-    service: VllmService, running: RunningService, ranges: Ranges, *, seed: int
+    service: VllmService, running: RunningService, ranges: Ranges, *, seed: int, count: int = LONE_REQUESTS
 ) -> Latencies:
     """Latencies of requests that run alone: each is sent after the one before has ended."""
     await service.wait_until_idle()
     outcomes: list[LoadOutcome] = []
-    for number in range(LONE_REQUESTS):
+    for number in range(count):
         one = draw_burst(*ranges, count=1, seed=f"{seed}/{number}")
         outcomes += (await send_load(running.info, one, slo=WIDE_SLO, seed=seed + number)).outcomes
     return summarize_latencies(outcomes)
 
 
 async def measure_answers_rps(
-    service: VllmService, running: RunningService, lone_s: float, tpot_s: float, prompts_rps: float
+    service: VllmService,
+    running: RunningService,
+    lone_s: float,
+    tpot_s: float,
+    prompts_rps: float,
+    *,
+    seed: int,
 ) -> float:
     """Answers a second that one decode engine gives while steps take `tpot_s`, beside prompts.
 
@@ -209,7 +242,7 @@ async def measure_answers_rps(
     """
     batch = BATCH_FIRST
     for number in range(BATCHES):
-        step_s = await measure_step_s(service, running, batch, prompts_rps, tpot_s, seed=40 + number)
+        step_s = await measure_step_s(service, running, batch, prompts_rps, tpot_s, seed=seed + number)
         rate_rps = batch / (ANSWER_TOKENS * step_s)
         print(f"{batch} answers: TPOT {1000 * step_s:.1f} ms, {rate_rps:.1f}/s", flush=True)
         if abs(step_s / tpot_s - 1) <= STEP_ERROR_MAX:
@@ -284,7 +317,7 @@ async def measure_run(
     arm: str,
     requests: Sequence[WorkloadRequest],
     *,
-    slo: Slo,
+    calibration: Calibration,
     period_s: float,
     seed: int,
 ) -> Run:
@@ -293,10 +326,17 @@ async def measure_run(
     await set_split(service, SPLITS.get(arm, 1))
     async with record_flips(service) as recorder:
         await set_mode(service, AutoscalingMode.AUTO if arm == AUTO else AutoscalingMode.OFF)
-        load = await measure_load(running, requests, slo=slo, seed=seed)
+        load = await measure_load(running, requests, slo=calibration.slo, seed=seed)
         await set_mode(service, AutoscalingMode.OFF)
-    by_period = compute_by_period(load, slo, period_s)
-    run = Run(arm, load, by_period, recorder.flips_to(Role.PREFILL), recorder.flips_to(Role.DECODE))
+    lone = await measure_lone(service, running, ANSWERS, seed=seed + 100, count=LONE_AFTER_RUN)
+    run = Run(
+        arm,
+        load,
+        compute_by_period(load, calibration.slo, period_s),
+        recorder.flips_to(Role.PREFILL),
+        recorder.flips_to(Role.DECODE),
+        get_measured(lone.tpot_p50_s) / calibration.lone_s,
+    )
     print(run, flush=True)
     return run
 
@@ -332,9 +372,9 @@ async def measure_all(
     await isolate_engines(running, shares, ENGINE_SHARE)
     await put_engines_on_one_processor(running)
     async with running.connect() as service:
-        calibration = await calibrate(service, running)
         found = []
         for seed in range(1, seeds + 1):
+            calibration = await calibrate(service, running, seed=1000 * seed + 500)
             requests = draw_moving(calibration, period_s=period_s, periods=periods, seed=seed)
             arms = (AUTO, *SPLITS)
             first = (seed - 1) % len(arms)
@@ -344,7 +384,7 @@ async def measure_all(
                     running,
                     arm,
                     requests,
-                    slo=calibration.slo,
+                    calibration=calibration,
                     period_s=period_s,
                     seed=1000 * seed + number,
                 )
@@ -356,7 +396,7 @@ async def measure_all(
 
 def judge(found: Sequence[Sequence[Run]]) -> bool:
     """Print the verdict of the seeds that count; return whether all bars are met."""
-    counted = [runs for runs in found if all(run.load.is_valid for run in runs)]
+    counted = [runs for runs in found if all(run.is_valid for run in runs)]
     failed = sum(run.load.failed for runs in found for run in runs)
     print(f"{failed} failed, {len(counted)} of {len(found)} seeds count")
     if not counted:
