@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from statistics import median
+from statistics import median_low
 from typing import NamedTuple
 
 from fulcrum_core.profiles import load_profile
@@ -228,13 +228,22 @@ class _Search:
 
     def find_highest_runs(self, policy: str, bar: float, first: int, stride: int) -> tuple[list[Run], int]:
         """Return the run at the highest place with each seed, and the last of these places."""
-        found: list[Run] = []
+        places = self._find_highest_places(policy, bar, first, stride)
+        found = [
+            _NOTHING if place is None else self.run(policy, seed, place, bar)
+            for seed, place in enumerate(places, start=1)
+        ]
+        known = [place for place in places if place is not None]
+        return found, known[-1] if known else first
+
+    def _find_highest_places(self, policy: str, bar: float, first: int, stride: int) -> list[int | None]:
+        places: list[int | None] = []
         for seed in range(1, self._task.seeds + 1):
             place = self.find_highest(policy, seed, bar, first, stride)
             if place is not None:
                 first, stride = place, STRIDE_NEAR
-            found.append(_NOTHING if place is None else self.run(policy, seed, place, bar))
-        return found, first
+            places.append(place)
+        return places
 
     def find_best_split(self, bar: float, first: int) -> tuple[str, int]:
         """Return the best fixed split, and the best place of all splits with the first seed.
@@ -257,18 +266,43 @@ class _Search:
                 best, place = policy, self.find_highest(policy, 1, bar, place + 1, STRIDE_NEAR)
         if place is not None and self._task.seeds > 1:
             lowest, first_best = place - LEADING_STEPS, best
-            leading = [
-                policy
-                for policy in policies
-                if policy == first_best or self.run(policy, 1, lowest, bar).meets(bar)
-            ]
-            best = max(leading, key=lambda one: (self._find_median(one, bar, place), one == first_best))
+            others = [p for p in policies if p != first_best and self.run(p, 1, lowest, bar).meets(bar)]
+            best = self._find_best_of_all_seeds([first_best, *others], bar, place)
         self._best_prefill = parse_policy(best, instances=INSTANCES).prefill
         return best, first if place is None else place
 
-    def _find_median(self, policy: str, bar: float, first: int) -> float:
-        runs, _ = self.find_highest_runs(policy, bar, first, STRIDE_NEAR)
-        return median(run.rate_rps for run in runs)
+    def _find_best_of_all_seeds(self, policies: Sequence[str], bar: float, first: int) -> str:
+        """Return the policy with the highest median place; of several, the one that comes first.
+
+        The others need no search: at the next place, most seeds meet the attainment or most do not.
+        """
+        best, *others = policies
+        middle = self._find_middle(best, bar, first)
+        for policy in others:
+            if self._is_met_by_most(policy, bar, middle + 1):
+                best, middle = policy, self._find_middle(policy, bar, middle + 1)
+        return best
+
+    def _find_middle(self, policy: str, bar: float, first: int) -> int:
+        """Return the median of the highest places of all seeds."""
+        places = self._find_highest_places(policy, bar, first, STRIDE_NEAR)
+        return median_low(self._lowest_place() if place is None else place for place in places)
+
+    def _lowest_place(self) -> int:
+        """Return a place below the grid."""
+        return math.floor(math.log(FACTORS[0] / self._task.workload.near, self._task.ratio))
+
+    def _is_met_by_most(self, policy: str, bar: float, place: int) -> bool:
+        """Tell it after as few runs as possible."""
+        met = missed = 0
+        for seed in range(1, self._task.seeds + 1):
+            if self.run(policy, seed, place, bar).meets(bar):
+                met += 1
+            else:
+                missed += 1
+            if 2 * max(met, missed) > self._task.seeds:
+                break
+        return 2 * met > self._task.seeds
 
     def _guess_prefill(self, place: int) -> int:
         fleet = UniformFleet(INSTANCES, load_profile(PROFILE), SLO)
