@@ -34,8 +34,6 @@ SIMULATED = "autoscaler", "core", "router", "simulator"
 """Folders of the packages that a run uses."""
 STRIDE_FAR, STRIDE_NEAR = 4, 1
 """First step on the grid: of the first seed, and of each further one, which starts where another ended."""
-LEADING_STEPS = 2
-"""Fixed splits at most so many steps behind the best one with the first seed are compared by all seeds."""
 FACTORS = 2.0**-6, 2.0**8
 
 
@@ -239,10 +237,10 @@ class _Search:
     def _find_highest_places(self, policy: str, bar: float, first: int, stride: int) -> list[int | None]:
         places: list[int | None] = []
         for seed in range(1, self._task.seeds + 1):
-            place = self.find_highest(policy, seed, bar, first, stride)
-            if place is not None:
-                first, stride = place, STRIDE_NEAR
-            places.append(place)
+            places.append(self.find_highest(policy, seed, bar, first, stride))
+            known = [place for place in places if place is not None]
+            if known:
+                first, stride = median_low(known), STRIDE_NEAR
         return places
 
     def find_best_split(self, bar: float, first: int) -> tuple[str, int]:
@@ -250,8 +248,8 @@ class _Search:
 
         With the first seed all splits are compared. A split is better than the best so far if it meets the
         attainment at the next place. The first one is the best at the attainment before, or that of the
-        queueing model; splits near it follow. Of those at most `LEADING_STEPS` behind the best one, that
-        with the highest median of all seeds is returned.
+        queueing model; splits near it follow. Of the best one and those with one prefill instance more or
+        less, that with the highest median of all seeds is returned.
         """
         suffix = self._task.policy.removeprefix(BEST_STATIC)
         policies = [f"static:{split.prefill}P{split.decode}D{suffix}" for split in list_splits(INSTANCES)]
@@ -265,9 +263,9 @@ class _Search:
             elif self.run(policy, 1, place + 1, bar).meets(bar):
                 best, place = policy, self.find_highest(policy, 1, bar, place + 1, STRIDE_NEAR)
         if place is not None and self._task.seeds > 1:
-            lowest, first_best = place - LEADING_STEPS, best
-            others = [p for p in policies if p != first_best and self.run(p, 1, lowest, bar).meets(bar)]
-            best = self._find_best_of_all_seeds([first_best, *others], bar, place)
+            index = policies.index(best)
+            beside = policies[max(0, index - 1) : index] + policies[index + 1 : index + 2]
+            best = self._find_best_of_all_seeds([best, *beside], bar, place)
         self._best_prefill = parse_policy(best, instances=INSTANCES).prefill
         return best, first if place is None else place
 

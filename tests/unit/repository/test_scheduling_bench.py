@@ -55,12 +55,12 @@ def test_runs_of_other_code_do_not_count(tmp_path: Path) -> None:
     assert RunStore(path, "before").find(KEY) == WHOLE
 
 
-def test_of_the_leading_splits_that_with_the_highest_median_is_the_best(
+def test_of_the_splits_near_the_best_one_that_with_the_highest_median_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """2P6D is two steps ahead with seed 1, and 1P7D with the other seeds.
 
-    4P4D is far behind with seed 1, so that the other seeds do not run it.
+    4P4D is behind with seed 1, and not beside the best one, so that the other seeds do not run it.
     """
     highest = {"static:2P6D": (12, 8, 8), "static:1P7D": (10, 10, 10), "static:4P4D": (2, 30, 30)}
 
