@@ -2,10 +2,10 @@
 
     python bench/cells.py [--instances N] [--sizes N…] [--scales X…] [--for SECONDS] [--seed N]
 
-Requests of `phases-200s`, whose best split changes, are dealt to the cells by chance, as a load balancer in
-front of them does that knows nothing of their load. Each cell is a service with a router and an autoscaler of
-its own, policy `balanced`; no instance moves from cell to cell. Prints for each rate (`--scales`: factors of
-the workload for each eight instances) which share of the requests after the warm-up was in time, and the
+Each request of `phases-200s`, whose best split changes, goes to a random cell, as with a load balancer in
+front of them that does not know their load. Each cell is a service with a router and an autoscaler of its
+own, policy `balanced`; no instance moves from cell to cell. Prints for each rate (`--scales`: factors of the
+workload's rate, per eight instances) which share of the requests after the warm-up was in time, and the
 flips.
 """
 

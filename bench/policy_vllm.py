@@ -49,8 +49,8 @@ Ranges = tuple[tuple[int, int], tuple[int, int]]
 PROMPTS: Ranges = ((700, 1300), (2, 6))
 ANSWERS: Ranges = ((16, 48), (100, 250))
 """Ranges of prompt and output tokens of the two mixes."""
-SHARES = (1.5, 0.2), (0.2, 1.5)
-"""Rates of prompts and of answers in turn, as shares of what one engine serves."""
+LOAD_FACTORS = (1.5, 0.2), (0.2, 1.5)
+"""Rates of prompts and of answers in turn, as factors of what one engine serves."""
 TTFT_FACTOR, TPOT_FACTOR = 5.0, 3.0
 """The objectives, as multiples of the latencies of lone requests."""
 LONE_REQUESTS, LONE_AFTER_RUN = 9, 3
@@ -179,7 +179,7 @@ async def calibrate(service: VllmService, running: RunningService, *, seed: int)
     lone = await measure_lone(service, running, PROMPTS, seed=seed + 10)
     lone_s = get_measured((await measure_lone(service, running, ANSWERS, seed=seed + 20)).tpot_p50_s)
     slo = Slo(ttft_s=TTFT_FACTOR * get_measured(lone.ttft_p50_s), tpot_s=TPOT_FACTOR * lone_s)
-    beside_rps = SHARES[1][0] * prompts_rps
+    beside_rps = LOAD_FACTORS[1][0] * prompts_rps
     answers_rps = await measure_answers_rps(service, running, lone_s, slo.tpot_s, beside_rps, seed=seed + 30)
     await set_objectives(service, slo, deflect=True)
     print(
@@ -234,8 +234,8 @@ async def measure_answers_rps(
 ) -> float:
     """Answers a second that one decode engine gives while steps take `tpot_s`, beside prompts.
 
-    A batch of n with steps of I seconds gives n/I tokens a second. How I grows with n is not known: each
-    batch after the first one comes from the step before.
+    A batch of n with steps of I seconds gives n/I tokens a second. How I grows with n is not known: the next
+    batch is interpolated between an answer alone and the last batch, as if I grew linearly.
 
     Raises:
         SystemExit: if no batch has such steps.
@@ -264,7 +264,8 @@ async def measure_step_s(
 ) -> float:
     """Median TPOT of answers of the same length, `batch` on the one decode engine, beside prompts.
 
-    With one prefill engine it would also show how long so many answers wait for their KV.
+    Two prefill engines compute the prompts: with one, so many answers would wait for their KV, which counts
+    in TPOT.
     """
     await service.wait_until_idle()
     answers = draw_burst(ANSWERS[0], (ANSWER_TOKENS, ANSWER_TOKENS), count=batch, seed=f"{seed}")
@@ -289,7 +290,7 @@ def get_measured(latency_s: float | None) -> float:
 async def record_flips(service: VllmService) -> AsyncIterator[Recorder]:
     """Record the flips while the block runs.
 
-    An instance that flips twice within `FLIPS_SEEN_EACH_S` is missed; the cooldown is longer.
+    Two flips of one instance within `FLIPS_SEEN_EACH_S` are missed; the autoscaler decides once a second.
     """
     recorder = Recorder()
 
@@ -358,8 +359,10 @@ def draw_moving(
     drawn = []
     for number in range(periods):
         senders = [
-            Sender("", share * rate_rps, *ranges, start_s=number * period_s)
-            for share, rate_rps, ranges in zip(SHARES[number % 2], rates_rps, (PROMPTS, ANSWERS), strict=True)
+            Sender("", factor * rate_rps, *ranges, start_s=number * period_s)
+            for factor, rate_rps, ranges in zip(
+                LOAD_FACTORS[number % 2], rates_rps, (PROMPTS, ANSWERS), strict=True
+            )
         ]
         drawn += draw_load(senders, end_s=(number + 1) * period_s, seed=f"{seed}/{number}")
     return drawn

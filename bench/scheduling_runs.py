@@ -35,6 +35,7 @@ SIMULATED = "autoscaler", "core", "router", "simulator"
 STRIDE_FAR, STRIDE_NEAR = 4, 1
 """First step on the grid: of the first seed, and of each further one, which starts where another ended."""
 FACTORS = 2.0**-6, 2.0**8
+"""Lowest and highest factor of a workload's rate that is tried."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class RunStore:
             self._runs[key] = run
 
     def find(self, key: RunKey) -> Run | None:
-        """Return the run of this key that was ended last (smallest `below`)."""
+        """Return the run of this key that ran longest (smallest `below`)."""
         return self._runs.get(key)
 
     def record(self, key: RunKey, run: Run) -> None:
@@ -203,7 +204,7 @@ _NOTHING = Run(0.0, 0.0, 0.0, 0, 0.0)
 
 
 class _Search:
-    """Runs of one task. A place on the grid is a power of its ratio, above or below the workload's `near`."""
+    """Runs of one task. Place n on the grid is the factor near · ratio**n of the workload's rate."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -244,12 +245,12 @@ class _Search:
         return places
 
     def find_best_split(self, bar: float, first: int) -> tuple[str, int]:
-        """Return the best fixed split, and the best place of all splits with the first seed.
+        """Return the best fixed split, and the highest place of all splits with seed 1.
 
-        With the first seed all splits are compared. A split is better than the best so far if it meets the
-        attainment at the next place. The first one is the best at the attainment before, or that of the
-        queueing model; splits near it follow. Of the best one and those with one prefill instance more or
-        less, that with the highest median of all seeds is returned.
+        With seed 1 all splits are compared, beginning with the best one at the attainment before, or that of
+        the queueing model. A split is better than the best so far if it meets the attainment at the next
+        place. Of the best one and those with one prefill instance more or less, that with the highest median
+        of all seeds is returned.
         """
         suffix = self._task.policy.removeprefix(BEST_STATIC)
         policies = [f"static:{split.prefill}P{split.decode}D{suffix}" for split in list_splits(INSTANCES)]
@@ -270,18 +271,19 @@ class _Search:
         return best, first if place is None else place
 
     def _find_best_of_all_seeds(self, policies: Sequence[str], bar: float, first: int) -> str:
-        """Return the policy with the highest median place; of several, the one that comes first.
+        """Return the policy with the highest median of its highest places; of several, the first one.
 
-        The others need no search: at the next place, most seeds meet the attainment or most do not.
+        Another policy is better than the best so far if most seeds meet the attainment at the place after
+        its median. Only then is it searched.
         """
         best, *others = policies
-        middle = self._find_middle(best, bar, first)
+        highest = self._find_median(best, bar, first)
         for policy in others:
-            if self._is_met_by_most(policy, bar, middle + 1):
-                best, middle = policy, self._find_middle(policy, bar, middle + 1)
+            if self._is_met_by_most(policy, bar, highest + 1):
+                best, highest = policy, self._find_median(policy, bar, highest + 1)
         return best
 
-    def _find_middle(self, policy: str, bar: float, first: int) -> int:
+    def _find_median(self, policy: str, bar: float, first: int) -> int:
         """Return the median of the highest places of all seeds."""
         places = self._find_highest_places(policy, bar, first, STRIDE_NEAR)
         return median_low(self._lowest_place() if place is None else place for place in places)
@@ -291,7 +293,7 @@ class _Search:
         return math.floor(math.log(FACTORS[0] / self._task.workload.near, self._task.ratio))
 
     def _is_met_by_most(self, policy: str, bar: float, place: int) -> bool:
-        """Tell it after as few runs as possible."""
+        """Whether most seeds meet the attainment at this place; stops once that is sure."""
         met = missed = 0
         for seed in range(1, self._task.seeds + 1):
             if self.run(policy, seed, place, bar).meets(bar):

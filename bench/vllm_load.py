@@ -48,7 +48,7 @@ class MeasuredLoad:
 
     @property
     def failed(self) -> int:
-        """Requests that got no whole response and were not refused."""
+        """Requests that failed, broke off or got a wrong response. Refused ones do not count."""
         return self.report.failed + self.report.broken + self.report.wrong
 
     def describe_machine(self) -> str:
@@ -78,8 +78,12 @@ def run_vllm_service(*objects: dict[str, Any]) -> Iterator[RunningService]:
 async def isolate_engines(running: RunningService, shares: ProcessorShares, share: float) -> None:
     """Give each engine a share of one processor, and let it give way to the router and the load.
 
-    On GPUs engines would leave them the processors, and would not slow each other. Here a request that was
-    sent or routed late for want of one would count as late because of its engine.
+    With GPUs, router and load would have the processors to themselves, and engines would not slow each
+    other. Here a request that was sent or routed late, since no processor was free, would count against its
+    engine.
+
+    Raises:
+        InvalidInput: if this process does not run as root.
     """
     async with running.connect() as service:
         for name in await service.list_instances():
@@ -90,7 +94,7 @@ async def isolate_engines(running: RunningService, shares: ProcessorShares, shar
 async def put_engines_on_one_processor(running: RunningService) -> None:
     """Let the engines run on the first processor only, and all else of a bench on the others.
 
-    With shares that fill no more than this processor, an engine is as fast while others work as alone: on
+    If the shares add up to at most 1, an engine is as fast while others work as alone: on
     processors of their own they would share caches and memory, which slows each by a quarter to a half.
 
     Raises:
