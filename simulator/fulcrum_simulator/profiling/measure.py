@@ -1,6 +1,7 @@
 """Measure prefills, decode steps and mixed steps of one engine, and KV transfers to another one, over HTTP.
 
-Both engines must be idle. Each point is measured several times, and the median counts. A prefill or a KV
+Both engines must be idle. All points of a curve are measured one after the other, then all again, and the
+median of each counts: a slow moment of the engine spoils one value of some points. A prefill or a KV
 transfer lasts from sending the request to its first token. Decode steps and mixed steps are differences
 between arrivals of tokens, so that the time from the engine to the client cancels out. `fulcrum profile`
 calls it for each curve.
@@ -22,6 +23,7 @@ from fulcrum_simulator.profiling.samples import (
     TransferMeasurement,
 )
 
+P = TypeVar("P")
 T = TypeVar("T")
 Report = Callable[[str], None]
 _STEPS_MIN = 8
@@ -52,36 +54,45 @@ class Measurer:
 
     async def measure_prefill(self, plan: MeasurementPlan) -> list[PrefillMeasurement]:
         """Measure the prefill curve."""
-        samples = []
-        for tokens in plan.prefill:
+
+        async def measure(tokens: int) -> float:
             self._report(f"prefill of {tokens} tokens")
-            seconds = await self._repeat(partial(self._measure_prefill, tokens))
-            samples.append(PrefillMeasurement(tokens, median(seconds)))
-        return samples
+            return await self._measure_prefill(tokens)
+
+        found = await self._measure_in_rounds(plan.prefill, measure)
+        return [PrefillMeasurement(tokens, median(seconds)) for tokens, seconds in found]
 
     async def measure_decode(self, plan: MeasurementPlan) -> list[DecodeMeasurement]:
         """Measure the decode grid."""
-        samples = []
-        for batch, context in plan.decode:
+
+        async def measure(point: tuple[int, int]) -> DecodeMeasurement:
+            batch, context = point
             self._report(f"decode of {batch} requests of {context} tokens")
-            found = await self._repeat(partial(self._measure_decode, batch, context))
-            samples.append(sorted(found, key=lambda sample: sample.seconds)[len(found) // 2])
-        return samples
+            return await self._measure_decode(batch, context)
+
+        found = await self._measure_in_rounds(plan.decode, measure)
+        return [sorted(samples, key=lambda one: one.seconds)[len(samples) // 2] for _, samples in found]
 
     async def measure_mixed(self, plan: MeasurementPlan) -> list[MixedMeasurement]:
         """Measure prompts that join a batch of decodes.
 
         A point is left out if the engine takes up the prompt only when the decodes have ended.
         """
-        samples = []
-        for tokens in plan.mixed:
+        left_out: set[int] = set()
+
+        async def measure(tokens: int) -> float:
+            if tokens in left_out:
+                return 0.0
             self._report(f"prefill of {tokens} tokens in steps with {plan.mixed_batch} decodes")
-            measure = partial(self._measure_mixed, plan.mixed_batch, tokens, context=plan.decode[0][1])
             try:
-                samples.append(MixedMeasurement(tokens, median(await self._repeat(measure))))
+                return await self._measure_mixed(plan.mixed_batch, tokens, context=plan.decode[0][1])
             except _NotMixed:
                 self._report(f"nothing: the engine did not compute {tokens} tokens in steps with decodes")
-        return samples
+                left_out.add(tokens)
+                return 0.0
+
+        found = await self._measure_in_rounds(plan.mixed, measure)
+        return [MixedMeasurement(one, median(delays)) for one, delays in found if one not in left_out]
 
     async def measure_transfers(
         self, plan: MeasurementPlan, decode: EngineClient
@@ -89,15 +100,20 @@ class Measurer:
         """Measure the first KV transfer to the engine `decode`, and later ones of every length."""
         self._report(f"first KV transfer to {decode.url}")
         first = await self._measure_transfer(plan.transfer[0], decode)
-        later = []
-        for tokens in plan.transfer:
-            self._report(f"KV transfer of {tokens} tokens")
-            found = await self._repeat(partial(self._measure_transfer, tokens, decode))
-            later.append(TransferMeasurement(tokens, median(sample.seconds for sample in found)))
-        return first, later
 
-    async def _repeat(self, measure: Callable[[], Awaitable[T]]) -> list[T]:
-        return [await measure() for _ in range(self._repeats)]
+        async def measure(tokens: int) -> float:
+            self._report(f"KV transfer of {tokens} tokens")
+            return (await self._measure_transfer(tokens, decode)).seconds
+
+        found = await self._measure_in_rounds(plan.transfer, measure)
+        return first, [TransferMeasurement(tokens, median(seconds)) for tokens, seconds in found]
+
+    async def _measure_in_rounds(
+        self, points: Sequence[P], measure: Callable[[P], Awaitable[T]]
+    ) -> list[tuple[P, list[T]]]:
+        """Return each point with its values, one of each round over all points."""
+        rounds = [[await measure(point) for point in points] for _ in range(self._repeats)]
+        return list(zip(points, map(list, zip(*rounds, strict=True)), strict=True))
 
     async def _measure_prefill(self, tokens: int) -> float:
         times = TokenTimes()

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import aiohttp
 import pytest
@@ -327,6 +328,24 @@ async def test_a_token_budget_above_the_engines_is_made_up_for_by_longer_runs() 
 async def test_an_engine_without_room_for_longer_runs_is_one_line() -> None:
     with pytest.raises(EngineUnusable, match="steps undisturbed: is it idle, is --token-budget right"):
         await measure_small_engine(700)
+
+
+async def test_a_slow_moment_of_the_engine_spoils_no_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first three prompts are slow: were these all repeats of one point, it would be wrong."""
+    sent: list[int] = []
+    plan = MeasurementPlan(prefill=(128, 256, 512), decode=(), mixed_batch=1, mixed=(), transfer=())
+
+    async def stream(_client: EngineClient, body: dict[str, Any], times: TokenTimes) -> None:
+        sent.append(len(body["prompt"]))
+        times.sent_s, slowness = 0.0, 100.0 if len(sent) <= len(plan.prefill) else 1.0
+        times.tokens_s.append(slowness * sent[-1])
+
+    monkeypatch.setattr(EngineClient, "stream", stream)
+    async with EngineClient.open("http://127.0.0.1:9", seed=1) as client:
+        limits = EngineLimits("m", max_model_tokens=8192, kv_tokens=65536, block_size=16)
+        measurer = Measurer(client, limits, token_budget=512, repeats=3, report=lambda _line: None)
+        measured = await measurer.measure_prefill(plan)
+    assert [(one.tokens, one.seconds) for one in measured] == [(128, 128.0), (256, 256.0), (512, 512.0)]
 
 
 async def test_several_tokens_in_one_event_count_as_several() -> None:
