@@ -60,7 +60,7 @@ class Measurer:
             return await self._measure_prefill(tokens)
 
         found = await self._measure_in_rounds(plan.prefill, measure)
-        return [PrefillMeasurement(tokens, median(seconds)) for tokens, seconds in found]
+        return [PrefillMeasurement(tokens, median(seconds)) for tokens, seconds in found.items()]
 
     async def measure_decode(self, plan: MeasurementPlan) -> list[DecodeMeasurement]:
         """Measure the decode grid."""
@@ -71,28 +71,24 @@ class Measurer:
             return await self._measure_decode(batch, context)
 
         found = await self._measure_in_rounds(plan.decode, measure)
-        return [sorted(samples, key=lambda one: one.seconds)[len(samples) // 2] for _, samples in found]
+        return [sorted(samples, key=lambda one: one.seconds)[len(samples) // 2] for samples in found.values()]
 
     async def measure_mixed(self, plan: MeasurementPlan) -> list[MixedMeasurement]:
         """Measure prompts that join a batch of decodes.
 
         A point is left out if the engine takes up the prompt only when the decodes have ended.
         """
-        left_out: set[int] = set()
 
         async def measure(tokens: int) -> float:
-            if tokens in left_out:
-                return 0.0
             self._report(f"prefill of {tokens} tokens in steps with {plan.mixed_batch} decodes")
             try:
                 return await self._measure_mixed(plan.mixed_batch, tokens, context=plan.decode[0][1])
             except _NotMixed:
                 self._report(f"nothing: the engine did not compute {tokens} tokens in steps with decodes")
-                left_out.add(tokens)
-                return 0.0
+                raise
 
         found = await self._measure_in_rounds(plan.mixed, measure)
-        return [MixedMeasurement(one, median(delays)) for one, delays in found if one not in left_out]
+        return [MixedMeasurement(tokens, median(delays)) for tokens, delays in found.items()]
 
     async def measure_transfers(
         self, plan: MeasurementPlan, decode: EngineClient
@@ -106,14 +102,20 @@ class Measurer:
             return (await self._measure_transfer(tokens, decode)).seconds
 
         found = await self._measure_in_rounds(plan.transfer, measure)
-        return first, [TransferMeasurement(tokens, median(seconds)) for tokens, seconds in found]
+        return first, [TransferMeasurement(tokens, median(seconds)) for tokens, seconds in found.items()]
 
     async def _measure_in_rounds(
         self, points: Sequence[P], measure: Callable[[P], Awaitable[T]]
-    ) -> list[tuple[P, list[T]]]:
-        """Return each point with its values, one of each round over all points."""
-        rounds = [[await measure(point) for point in points] for _ in range(self._repeats)]
-        return list(zip(points, map(list, zip(*rounds, strict=True)), strict=True))
+    ) -> dict[P, list[T]]:
+        """Return the values of each point, one of each round; a point that raises `_NotMixed` is left out."""
+        found: dict[P, list[T]] = {point: [] for point in points}
+        for _ in range(self._repeats):
+            for point in tuple(found):
+                try:
+                    found[point].append(await measure(point))
+                except _NotMixed:
+                    del found[point]
+        return found
 
     async def _measure_prefill(self, tokens: int) -> float:
         times = TokenTimes()
