@@ -228,11 +228,11 @@ async def measure_answers_rps(
     running: RunningService,
     lone_s: float,
     tpot_s: float,
-    prompts_rps: float,
+    beside_rps: float,
     *,
     seed: int,
 ) -> float:
-    """Answers a second that one decode engine gives while steps take `tpot_s`, beside prompts.
+    """Answers a second of one decode engine while steps take `tpot_s`, beside `beside_rps` prompts a second.
 
     A batch of n with steps of I seconds gives n/I tokens a second. How I grows with n is not known: the next
     batch is interpolated between an answer alone and the last batch, as if I grew linearly.
@@ -242,7 +242,7 @@ async def measure_answers_rps(
     """
     batch = BATCH_FIRST
     for number in range(BATCHES):
-        step_s = await measure_step_s(service, running, batch, prompts_rps, tpot_s, seed=seed + number)
+        step_s = await measure_step_s(service, running, batch, beside_rps, tpot_s, seed=seed + number)
         rate_rps = batch / (ANSWER_TOKENS * step_s)
         print(f"{batch} answers: TPOT {1000 * step_s:.1f} ms, {rate_rps:.1f}/s", flush=True)
         if abs(step_s / tpot_s - 1) <= STEP_ERROR_MAX:
@@ -257,7 +257,7 @@ async def measure_step_s(
     service: VllmService,
     running: RunningService,
     batch: int,
-    prompts_rps: float,
+    beside_rps: float,
     tpot_s: float,
     *,
     seed: int,
@@ -269,7 +269,7 @@ async def measure_step_s(
     """
     await service.wait_until_idle()
     answers = draw_burst(ANSWERS[0], (ANSWER_TOKENS, ANSWER_TOKENS), count=batch, seed=f"{seed}")
-    prompts = draw_load([Sender("", prompts_rps, *PROMPTS)], end_s=2 * ANSWER_TOKENS * tpot_s, seed=f"{seed}")
+    prompts = draw_load([Sender("", beside_rps, *PROMPTS)], end_s=2 * ANSWER_TOKENS * tpot_s, seed=f"{seed}")
     results = await send_load(running.info, [*answers, *prompts], slo=WIDE_SLO, seed=seed)
     together = [outcome for outcome in results.outcomes if outcome.index < len(answers)]
     return get_measured(summarize_latencies(together).tpot_p50_s)
@@ -404,17 +404,17 @@ def judge(found: Sequence[Sequence[Run]]) -> bool:
     print(f"{failed} failed, {len(counted)} of {len(found)} seeds count")
     if not counted:
         return False
-    shares = {
+    attainments = {
         runs[number].arm: [each[number].load.report.attainment or 0.0 for each in counted]
         for runs in counted[:1]
         for number in range(len(runs))
     }
-    for arm, values in shares.items():
+    for arm, values in attainments.items():
         print(f"{arm}: {median(values):.1%} in time, {min(values):.1%} to {max(values):.1%}")
     auto = [run for runs in counted for run in runs if run.arm == AUTO]
     flips = min(sum(run.to_prefill for run in auto), sum(run.to_decode for run in auto))
-    best_split = max(median(shares[arm]) for arm in SPLITS)
-    return median(shares[AUTO]) > best_split and flips > 0 and not failed
+    best_split = max(median(attainments[arm]) for arm in SPLITS)
+    return median(attainments[AUTO]) > best_split and flips > 0 and not failed
 
 
 def main() -> int:
