@@ -39,6 +39,7 @@ from bench.scheduling_runs import (
     describe,
     format_range,
     make_load,
+    make_options,
     measure,
     read_workloads,
 )
@@ -53,6 +54,8 @@ from fulcrum_simulator.bounds import (
     find_prefill_burst_rate,
 )
 from fulcrum_simulator.fleet.load import RecordedLoad
+from fulcrum_simulator.fleet.options import RunOptions
+from fulcrum_simulator.workload import WorkloadRequest
 
 AS_PUBLISHED = "+direct+nodeflect"
 """In the published systems, requests wait in the engines, and decode computes no prompts."""
@@ -191,15 +194,17 @@ def make_bound_figures(
     """Compare with the bounds of the work and of prefill bursts, and Arrow with seven FCFS prefill instances.
 
     B1 limits a policy that serves every request. B2 limits every policy with this attainment: it leaves out
-    the work of the heaviest requests, as many as may be late.
+    the work of the heaviest requests, as many as may be late. As the rates, the bounds are those of the
+    requests that are scored.
     """
     figures = []
     profile = load_profile(PROFILE)
     for workload in workloads:
         fleet = UniformFleet(INSTANCES, profile, SLO)
         load = make_load(workload, traces)
-        requests = (
-            load.requests if isinstance(load, RecordedLoad) else load.prepare(1.0, slo=fleet.slo, seed=1)
+        requests = leave_out_warm_up(
+            load.requests if isinstance(load, RecordedLoad) else load.prepare(1.0, slo=fleet.slo, seed=1),
+            make_options(ours),
         )
         fluid = compute_fluid_rate(requests, fleet)
         for bar in BARS if workload.smooth else ():
@@ -222,6 +227,13 @@ def make_bound_figures(
             name = f"Arrow / seven FCFS prefill instances (B5): {workload.name}"
             figures.append(Figure(name, "0.9 ×", format_values(shares), median(shares) >= 0.9))
     return figures
+
+
+def leave_out_warm_up(requests: Sequence[WorkloadRequest], options: RunOptions) -> list[WorkloadRequest]:
+    """Return the requests that a run scores."""
+    first_s, last_s = requests[0].arrival_s, requests[-1].arrival_s
+    first_scored_s = first_s + options.unscored_share * (last_s - first_s)
+    return [request for request in requests if request.arrival_s >= first_scored_s]
 
 
 def make_flip_figures(rates: Rates, workloads: Sequence[Workload], ours: str) -> list[Figure]:

@@ -5,7 +5,18 @@ from pathlib import Path
 import pytest
 
 from bench import scheduling_runs
-from bench.scheduling_runs import Run, RunKey, RunStore, Task, Workload, find_highest_place, measure
+from bench.scheduling import leave_out_warm_up
+from bench.scheduling_runs import (
+    Run,
+    RunKey,
+    RunStore,
+    Task,
+    Workload,
+    find_highest_place,
+    make_options,
+    measure,
+)
+from fulcrum_simulator.workload import WorkloadRequest
 
 KEY = RunKey("drift", "arrow", 1, "1.3")
 LOST = Run(0.7, 0.9, 11.0, 20, 0.6)
@@ -74,3 +85,9 @@ def test_of_the_splits_near_the_best_one_that_with_the_highest_median_counts(
     found = measure(task)[0.9]
     assert found.policy == "static:1P7D"
     assert found.rates_rps == (10.0, 10.0, 10.0)
+
+
+def test_bounds_are_those_of_the_requests_that_a_run_scores() -> None:
+    requests = [WorkloadRequest(100.0 + number, 1000, 10) for number in range(11)]
+    scored = leave_out_warm_up(requests, make_options("arrow"))
+    assert [request.arrival_s for request in scored] == [101.0 + number for number in range(10)]
