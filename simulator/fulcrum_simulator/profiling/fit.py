@@ -8,7 +8,7 @@ outside steps (HTTP, tokenising, queueing), which is no part of a profile. Promp
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TypeVar
 
@@ -45,7 +45,7 @@ class FittedPoint:
 
 @dataclass(frozen=True, slots=True)
 class CurveFit:
-    """How far each point of a curve is from the fit, without points that took no time."""
+    """How far each point of a curve is from the fit."""
 
     name: str
     points: tuple[FittedPoint, ...]
@@ -93,8 +93,8 @@ def fit_profile(
         [sample.seconds for sample in prefill],
     )
     b = max(b, LEAST_COEFFICIENT)
-    factor = _fit_factor([(b * sample.tokens + c * sample.tokens**2, sample.seconds) for sample in mixed])
-    steps = StepModel(max(t0, LEAST_COEFFICIENT), b, c, d1, max(d2, LEAST_COEFFICIENT), factor)
+    steps = StepModel(max(t0, LEAST_COEFFICIENT), b, c, d1, max(d2, LEAST_COEFFICIENT), ASSUMED_FACTOR)
+    steps = replace(steps, mixed_factor=_fit_factor(steps, mixed))
     return FittedProfile(
         steps, overhead_s, _compare_curves(steps, overhead_s, prefill, decode, mixed, token_budget)
     )
@@ -133,10 +133,24 @@ def _steps(tokens: int, token_budget: int) -> int:
     return -(-tokens // token_budget)
 
 
-def _fit_factor(points: Sequence[tuple[float, float]]) -> float:
-    """Return f ≥ 1 that minimises Σ(1 - f·alone/mixed)² over (time alone, time among decodes)."""
-    ratios = [alone_s / mixed_s for alone_s, mixed_s in points if mixed_s > 0]
-    return max(1.0, sum(ratios) / sum(ratio**2 for ratio in ratios)) if ratios else ASSUMED_FACTOR
+def _fit_factor(steps: StepModel, mixed: Sequence[MixedMeasurement]) -> float:
+    """Return f ≥ 1 that minimises Σ(1 - (decodes + f·prompt)/step)²; `steps` has all other coefficients."""
+    if not mixed:
+        return ASSUMED_FACTOR
+    prompts = [_prompt_s(steps, sample.tokens) / sample.seconds for sample in mixed]
+    rests = [1 - _decodes_s(steps, sample) / sample.seconds for sample in mixed]
+    products = sum(prompt * rest for prompt, rest in zip(prompts, rests, strict=True))
+    return max(1.0, products / sum(prompt**2 for prompt in prompts))
+
+
+def _prompt_s(steps: StepModel, tokens: int) -> float:
+    """Return what a prompt adds to steps in which no request decodes."""
+    return steps.b * tokens + steps.c * tokens**2
+
+
+def _decodes_s(steps: StepModel, sample: DecodeMeasurement | MixedMeasurement) -> float:
+    """Return the duration of a step that decodes these requests."""
+    return steps.t0 + steps.d1 * sample.batch + steps.d2 * sample.context_tokens
 
 
 def _compare_curves(
@@ -147,25 +161,19 @@ def _compare_curves(
     mixed: Sequence[MixedMeasurement],
     token_budget: int,
 ) -> tuple[CurveFit, ...]:
-    def alone_s(tokens: int) -> float:
-        return steps.b * tokens + steps.c * tokens**2
-
     def prefill_s(sample: PrefillMeasurement) -> float:
-        return overhead_s + _steps(sample.tokens, token_budget) * steps.t0 + alone_s(sample.tokens)
-
-    def decode_s(sample: DecodeMeasurement) -> float:
-        return steps.t0 + steps.d1 * sample.batch + steps.d2 * sample.context_tokens
+        return overhead_s + _steps(sample.tokens, token_budget) * steps.t0 + _prompt_s(steps, sample.tokens)
 
     def mixed_s(sample: MixedMeasurement) -> float:
-        return steps.mixed_factor * alone_s(sample.tokens)
+        return _decodes_s(steps, sample) + steps.mixed_factor * _prompt_s(steps, sample.tokens)
 
     return (
         _compare("prefill", prefill, prefill_s),
-        _compare("decode", decode, decode_s),
+        _compare("decode", decode, lambda sample: _decodes_s(steps, sample)),
         _compare("mixed", mixed, mixed_s),
     )
 
 
 def _compare(curve: str, samples: Sequence[S], fitted_s: Callable[[S], float]) -> CurveFit:
     points = (FittedPoint(sample.name, sample.seconds, fitted_s(sample)) for sample in samples)
-    return CurveFit(curve, tuple(point for point in points if point.measured_s > 0))
+    return CurveFit(curve, tuple(points))

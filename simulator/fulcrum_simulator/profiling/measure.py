@@ -25,9 +25,12 @@ from fulcrum_simulator.profiling.samples import (
 
 P = TypeVar("P")
 T = TypeVar("T")
+M = TypeVar("M", DecodeMeasurement, MixedMeasurement)
 Report = Callable[[str], None]
 _STEPS_MIN = 8
 """Fewest steps from which a duration is computed."""
+TRANSFER_ROUNDS = 3
+"""Transfers for each other repeat: they are short, and what an engine does between its steps varies more."""
 DECODE_STEPS_MAX = 64 * DECODE_STEPS
 JOINING_PROMPTS = 4
 """Prompts that join a batch one after the other: the delay by a single one is not much longer than noise."""
@@ -59,7 +62,7 @@ class Measurer:
             self._report(f"prefill of {tokens} tokens")
             return await self._measure_prefill(tokens)
 
-        found = await self._measure_in_rounds(plan.prefill, measure)
+        found = await self._measure_in_rounds(plan.prefill, measure, self._repeats)
         return [PrefillMeasurement(tokens, median(seconds)) for tokens, seconds in found.items()]
 
     async def measure_decode(self, plan: MeasurementPlan) -> list[DecodeMeasurement]:
@@ -70,8 +73,8 @@ class Measurer:
             self._report(f"decode of {batch} requests of {context} tokens")
             return await self._measure_decode(batch, context)
 
-        found = await self._measure_in_rounds(plan.decode, measure)
-        return [sorted(samples, key=lambda one: one.seconds)[len(samples) // 2] for samples in found.values()]
+        found = await self._measure_in_rounds(plan.decode, measure, self._repeats)
+        return [_take_median(samples) for samples in found.values()]
 
     async def measure_mixed(self, plan: MeasurementPlan) -> list[MixedMeasurement]:
         """Measure prompts that join a batch of decodes.
@@ -79,7 +82,7 @@ class Measurer:
         A point is left out if the engine takes up the prompt only when the decodes have ended.
         """
 
-        async def measure(tokens: int) -> float:
+        async def measure(tokens: int) -> MixedMeasurement:
             self._report(f"prefill of {tokens} tokens in steps with {plan.mixed_batch} decodes")
             try:
                 return await self._measure_mixed(plan.mixed_batch, tokens, context=plan.decode[0][1])
@@ -87,8 +90,8 @@ class Measurer:
                 self._report(f"nothing: the engine did not compute {tokens} tokens in steps with decodes")
                 raise
 
-        found = await self._measure_in_rounds(plan.mixed, measure)
-        return [MixedMeasurement(tokens, median(delays)) for tokens, delays in found.items()]
+        found = await self._measure_in_rounds(plan.mixed, measure, self._repeats)
+        return [_take_median(samples) for samples in found.values()]
 
     async def measure_transfers(
         self, plan: MeasurementPlan, decode: EngineClient
@@ -101,15 +104,15 @@ class Measurer:
             self._report(f"KV transfer of {tokens} tokens")
             return (await self._measure_transfer(tokens, decode)).seconds
 
-        found = await self._measure_in_rounds(plan.transfer, measure)
+        found = await self._measure_in_rounds(plan.transfer, measure, TRANSFER_ROUNDS * self._repeats)
         return first, [TransferMeasurement(tokens, median(seconds)) for tokens, seconds in found.items()]
 
     async def _measure_in_rounds(
-        self, points: Sequence[P], measure: Callable[[P], Awaitable[T]]
+        self, points: Sequence[P], measure: Callable[[P], Awaitable[T]], rounds: int
     ) -> dict[P, list[T]]:
         """Return the values of each point, one of each round; a point that raises `_NotMixed` is left out."""
         found: dict[P, list[T]] = {point: [] for point in points}
-        for _ in range(self._repeats):
+        for _ in range(rounds):
             for point in tuple(found):
                 try:
                     found[point].append(await measure(point))
@@ -139,10 +142,10 @@ class Measurer:
 
         return await self._with_enough_steps(measure, batch, context)
 
-    async def _measure_mixed(self, batch: int, tokens: int, *, context: int) -> float:
-        """Return by how much a prompt of `tokens` delays `batch` requests that decode."""
+    async def _measure_mixed(self, batch: int, tokens: int, *, context: int) -> MixedMeasurement:
+        """Return the mean step that computes a prompt of `tokens` while `batch` requests decode."""
 
-        async def measure(steps: int) -> float:
+        async def measure(steps: int) -> MixedMeasurement:
             joining_steps = JOINING_PROMPTS * (JOINING_STEPS + -(-tokens // self._room(batch)))
             max_tokens = self._steps_to_fill(batch, context) + 2 * steps + joining_steps
             runs, joining = (
@@ -158,7 +161,7 @@ class Measurer:
 
             body = partial(self._body, context, max_tokens=max_tokens)
             await _run_all([*(self._client.stream(body(), run) for run in runs), join()])
-            return _compute_delay(runs, joining)
+            return _compute_mixed_step(runs, joining, tokens=tokens, context=context)
 
         return await self._with_enough_steps(measure, batch, context)
 
@@ -232,15 +235,30 @@ def _mean_step(tokens_s: Sequence[float], start_s: float, end_s: float) -> tuple
     return steps, (inside[-1] - inside[0]) / steps
 
 
-def _compute_delay(runs: Sequence[TokenTimes], joining: Sequence[TokenTimes]) -> float:
-    """Return by how much each joining prompt delayed the batch, in the mean."""
+def _compute_mixed_step(
+    runs: Sequence[TokenTimes], joining: Sequence[TokenTimes], *, tokens: int, context: int
+) -> MixedMeasurement:
+    """Return the mean step with a joining prompt of `tokens`; the prompts of the batch have `context`.
+
+    It is a step without one and the delay by each. Steps without one are measured before and after the
+    others, so that an engine that becomes slower or faster in the meantime changes neither.
+    """
     tokens_s, sent_s, end_s = runs[0].tokens_s, joining[0].sent_s, joining[-1].tokens_s[0]
     first, last = bisect_right(tokens_s, sent_s) - 1, bisect_left(tokens_s, end_s)
     if last >= len(tokens_s):
         raise _NotMixed(len(tokens_s) - first)
-    _, alone_s = _mean_step(tokens_s, max(run.tokens_s[0] for run in runs), sent_s)
-    delay_s = tokens_s[last] - tokens_s[first] - (last - first) * alone_s
-    return max(delay_s / len(joining), 0.0)
+    _, before_s = _mean_step(tokens_s, max(run.tokens_s[0] for run in runs), sent_s)
+    _, after_s = _mean_step(tokens_s, tokens_s[last], min(run.tokens_s[-1] for run in runs))
+    alone_s = (before_s + after_s) / 2
+    delay_s = (tokens_s[last] - tokens_s[first] - (last - first) * alone_s) / len(joining)
+    decoded = sum(bisect_right(run.tokens_s, sent_s) + (last - first) / 2 for run in runs)
+    context_tokens = len(runs) * context + decoded
+    return MixedMeasurement(tokens, alone_s + max(delay_s, 0.0), len(runs), context_tokens)
+
+
+def _take_median(samples: Sequence[M]) -> M:
+    """Return the one with the median of the durations."""
+    return sorted(samples, key=lambda one: one.seconds)[len(samples) // 2]
 
 
 def _watch_steps(runs: Sequence[TokenTimes], steps: int) -> asyncio.Event:

@@ -43,7 +43,14 @@ class DecodeMeasurement:
 
 @dataclass(frozen=True, slots=True)
 class MixedMeasurement(_OneLength):
-    """How much longer decode steps took together because a prompt of `tokens` was computed in them."""
+    """One step that computes a prompt of `tokens` and decodes `batch` requests.
+
+    These have `context_tokens` tokens of KV together. If the prompt takes several steps, this is one of
+    those without it and all the time that it adds.
+    """
+
+    batch: int
+    context_tokens: float
 
 
 @dataclass(frozen=True, slots=True)

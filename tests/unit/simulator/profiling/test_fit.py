@@ -1,6 +1,7 @@
 """Coefficients are recovered from curves that they made, with and without noise."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -39,7 +40,10 @@ def fit_curves(rng: random.Random, *, noise: float) -> FittedProfile:
             for n in plan.prefill
         ],
         decode=[DecodeMeasurement(b, b * n, off(TRUTH.step_s((), [n] * b))) for b, n in plan.decode],
-        mixed=[MixedMeasurement(n, off(TRUTH.mixed_factor * prompt_s(n))) for n in plan.mixed],
+        mixed=[
+            MixedMeasurement(n, off(TRUTH.step_s([(0, n)], [64] * 8)), batch=8, context_tokens=512)
+            for n in plan.mixed
+        ],
         token_budget=BUDGET,
     )
 
@@ -92,7 +96,8 @@ def test_points_that_noise_puts_below_their_steps_do_not_rule_the_fit() -> None:
         PrefillMeasurement(n, -(-n // BUDGET) * TRUTH.t0 + TRUTH.b * n + TRUTH.c * n**2) for n in lengths
     ]
     prefill[0] = PrefillMeasurement(4, TRUTH.t0 * 0.9)  # faster than its one step
-    mixed = [MixedMeasurement(64, 0.0), MixedMeasurement(512, 1.3 * (TRUTH.b * 512 + TRUTH.c * 512**2))]
+    steps = replace(TRUTH, mixed_factor=1.3)
+    mixed = [MixedMeasurement(512, steps.step_s([(0, 512)], [64]), batch=1, context_tokens=64)]
     fitted = fit_profile(prefill=prefill, decode=decode, mixed=mixed, token_budget=BUDGET)
     assert [fitted.steps.b, fitted.steps.mixed_factor] == pytest.approx([TRUTH.b, 1.3], rel=0.1)
     assert [(len(curve.points), curve.mape < 0.1) for curve in fitted.curves] == [
