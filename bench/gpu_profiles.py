@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,6 +31,8 @@ ALL_REDUCE: AllReduce = 3.6e11, 8e-6
 """Assumed for NVLink 4."""
 OTHER_ALL_REDUCE: tuple[AllReduce, ...] = ((2.4e11, 8e-6), (4.8e11, 5e-6))
 BYTES_PER_VALUE, ALL_REDUCES_PER_LAYER = 2, 2
+MIXED_BATCH, MIXED_CONTEXT = 128, 1024
+"""Requests that decode beside a chunk, and the tokens of each, as in `gpu_steps`."""
 COEFFICIENTS = ("t0", "b", "c", "d1", "d2", "mixed_factor")
 
 Curves = dict[str, list[tuple[Any, float]]]
@@ -65,12 +68,22 @@ def read_curves(measured: dict[str, Any], token_budget: int, link: AllReduce) ->
 
 
 def fit_curves(curves: Curves, token_budget: int) -> FittedProfile:
-    """Fit the coefficients of a profile, as `fulcrum profile` does."""
-    return fit_profile(
+    """Fit the coefficients of a profile, as `fulcrum profile` does.
+
+    Of mixed steps only what the chunk adds was kept: the rest is the decode step as fitted.
+    """
+    fit = partial(
+        fit_profile,
         prefill=[PrefillMeasurement(tokens, seconds) for (tokens,), seconds in curves["prefill"]],
         decode=[DecodeMeasurement(batch, batch * n, seconds) for (batch, n), seconds in curves["decode"]],
-        mixed=[MixedMeasurement(chunk, seconds) for (chunk,), seconds in curves["mixed"]],
         token_budget=token_budget,
+    )
+    decodes_s = fit(mixed=[]).steps.step_s((), [MIXED_CONTEXT] * MIXED_BATCH)
+    return fit(
+        mixed=[
+            MixedMeasurement(chunk, decodes_s + seconds, MIXED_BATCH, MIXED_BATCH * MIXED_CONTEXT)
+            for (chunk,), seconds in curves["mixed"]
+        ]
     )
 
 

@@ -143,15 +143,15 @@ async def _measure(options: ProfileOptions) -> _Measured:
             clients[0], limits, token_budget=options.token_budget, repeats=options.repeats, report=_report
         )
         await measurer.warm_up(plan)
+        curves = await measurer.measure(plan, *clients[1:])
         fitted = fit_profile(
-            prefill=await measurer.measure_prefill(plan),
-            decode=await measurer.measure_decode(plan),
-            mixed=await measurer.measure_mixed(plan),
+            prefill=curves.prefill,
+            decode=curves.decode,
+            mixed=curves.mixed,
             token_budget=options.token_budget,
         )
-        link = None
-        if len(clients) > 1:
-            link = fit_link(*await measurer.measure_transfers(plan, clients[1]), fitted)
+        first = curves.first_transfer
+        link = fit_link(first, curves.transfers, fitted) if first else None
         return _Measured(limits, fitted, link)
 
 

@@ -1,23 +1,25 @@
 """Measure prefills, decode steps and mixed steps of one engine, and KV transfers to another one, over HTTP.
 
-Both engines must be idle. All points of a curve are measured one after the other, then all again, and the
-median of each counts: a slow moment of the engine spoils one value of some points. A prefill or a KV
-transfer lasts from sending the request to its first token. Decode steps and mixed steps are differences
-between arrivals of tokens, so that the time from the engine to the client cancels out. `fulcrum profile`
-calls it for each curve.
+Both engines must be idle. All points of all curves are measured one after the other, then all again, and
+the median of each counts: a slow moment of the engine spoils one value of some points, and if the engine
+becomes slower for good, no curve is of another time than the others. A prefill or a KV transfer lasts from
+sending the request to its first token.
+Decode steps and mixed steps are differences between arrivals of tokens, so that the time from the engine to
+the client cancels out. `fulcrum profile` calls it.
 """
 
 import asyncio
 from bisect import bisect_left, bisect_right
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
-from statistics import median
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from fulcrum_simulator.profiling.engine_client import EngineClient, EngineLimits, EngineUnusable, TokenTimes
 from fulcrum_simulator.profiling.points import DECODE_STEPS, MeasurementPlan
 from fulcrum_simulator.profiling.samples import (
     DecodeMeasurement,
+    MeasuredCurves,
     MixedMeasurement,
     PrefillMeasurement,
     TransferMeasurement,
@@ -25,12 +27,12 @@ from fulcrum_simulator.profiling.samples import (
 
 P = TypeVar("P")
 T = TypeVar("T")
-M = TypeVar("M", DecodeMeasurement, MixedMeasurement)
+M = TypeVar("M", PrefillMeasurement, DecodeMeasurement, MixedMeasurement, TransferMeasurement)
 Report = Callable[[str], None]
 _STEPS_MIN = 8
 """Fewest steps from which a duration is computed."""
 TRANSFER_ROUNDS = 3
-"""Transfers for each other repeat: they are short, and what an engine does between its steps varies more."""
+"""Transfers of each length in a round: they are short, and what an engine does between steps varies more."""
 DECODE_STEPS_MAX = 64 * DECODE_STEPS
 JOINING_PROMPTS = 4
 """Prompts that join a batch one after the other: the delay by a single one is not much longer than noise."""
@@ -47,86 +49,53 @@ class Measurer:
     ) -> None:
         self._client, self._limits = client, limits
         self._token_budget, self._repeats, self._report = token_budget, repeats, report
-        self._decode_steps = DECODE_STEPS
+        self._decode_steps, self._mixed_steps = _Steps(), _Steps()
 
     async def warm_up(self, plan: MeasurementPlan) -> None:
         """Run the longest prompt and the largest batch once: engines compile and allocate on first use."""
         self._report("warm-up")
         await self._measure_prefill(plan.prefill[-1])
-        await self._measure_decode(plan.decode[-1][0], plan.decode[0][1])
+        await self._measure_decode((plan.decode[-1][0], plan.decode[0][1]))
 
-    async def measure_prefill(self, plan: MeasurementPlan) -> list[PrefillMeasurement]:
-        """Measure the prefill curve."""
+    async def measure(self, plan: MeasurementPlan, decode: EngineClient | None = None) -> MeasuredCurves:
+        """Measure all points of the plan, and KV transfers to the engine `decode` if there is one.
 
-        async def measure(tokens: int) -> float:
-            self._report(f"prefill of {tokens} tokens")
-            return await self._measure_prefill(tokens)
-
-        found = await self._measure_in_rounds(plan.prefill, measure, self._repeats)
-        return [PrefillMeasurement(tokens, median(seconds)) for tokens, seconds in found.items()]
-
-    async def measure_decode(self, plan: MeasurementPlan) -> list[DecodeMeasurement]:
-        """Measure the decode grid."""
-
-        async def measure(point: tuple[int, int]) -> DecodeMeasurement:
-            batch, context = point
-            self._report(f"decode of {batch} requests of {context} tokens")
-            return await self._measure_decode(batch, context)
-
-        found = await self._measure_in_rounds(plan.decode, measure, self._repeats)
-        return [_take_median(samples) for samples in found.values()]
-
-    async def measure_mixed(self, plan: MeasurementPlan) -> list[MixedMeasurement]:
-        """Measure prompts that join a batch of decodes.
-
-        A point is left out if the engine takes up the prompt only when the decodes have ended.
+        The first transfer comes before all other points. A prompt that the engine computes only after the
+        decodes that it joins is left out.
         """
+        first, transfers = None, None
+        if decode is not None:
+            self._report(f"first KV transfer to {decode.url}")
+            first = await self._measure_transfer(decode, plan.transfer[0])
+            transfers = _CurveInRounds(plan.transfer, partial(self._measure_transfer, decode))
+        prefill = _CurveInRounds(plan.prefill, self._measure_prefill)
+        decodes = _CurveInRounds(plan.decode, self._measure_decode)
+        mixed = _CurveInRounds(plan.mixed, partial(self._measure_mixed, plan))
+        for _ in range(self._repeats):
+            await prefill.measure_all()
+            await decodes.measure_all()
+            await mixed.measure_all()
+            if transfers is not None:
+                for _ in range(TRANSFER_ROUNDS):
+                    await transfers.measure_all()
+        return MeasuredCurves(
+            prefill.take_medians(),
+            decodes.take_medians(),
+            mixed.take_medians(),
+            first,
+            transfers.take_medians() if transfers else [],
+        )
 
-        async def measure(tokens: int) -> MixedMeasurement:
-            self._report(f"prefill of {tokens} tokens in steps with {plan.mixed_batch} decodes")
-            try:
-                return await self._measure_mixed(plan.mixed_batch, tokens, context=plan.decode[0][1])
-            except _NotMixed:
-                self._report(f"nothing: the engine did not compute {tokens} tokens in steps with decodes")
-                raise
-
-        found = await self._measure_in_rounds(plan.mixed, measure, self._repeats)
-        return [_take_median(samples) for samples in found.values()]
-
-    async def measure_transfers(
-        self, plan: MeasurementPlan, decode: EngineClient
-    ) -> tuple[TransferMeasurement, list[TransferMeasurement]]:
-        """Measure the first KV transfer to the engine `decode`, and later ones of every length."""
-        self._report(f"first KV transfer to {decode.url}")
-        first = await self._measure_transfer(plan.transfer[0], decode)
-
-        async def measure(tokens: int) -> float:
-            self._report(f"KV transfer of {tokens} tokens")
-            return (await self._measure_transfer(tokens, decode)).seconds
-
-        found = await self._measure_in_rounds(plan.transfer, measure, TRANSFER_ROUNDS * self._repeats)
-        return first, [TransferMeasurement(tokens, median(seconds)) for tokens, seconds in found.items()]
-
-    async def _measure_in_rounds(
-        self, points: Sequence[P], measure: Callable[[P], Awaitable[T]], rounds: int
-    ) -> dict[P, list[T]]:
-        """Return the values of each point, one of each round; a point that raises `_NotMixed` is left out."""
-        found: dict[P, list[T]] = {point: [] for point in points}
-        for _ in range(rounds):
-            for point in tuple(found):
-                try:
-                    found[point].append(await measure(point))
-                except _NotMixed:
-                    del found[point]
-        return found
-
-    async def _measure_prefill(self, tokens: int) -> float:
+    async def _measure_prefill(self, tokens: int) -> PrefillMeasurement:
+        self._report(f"prefill of {tokens} tokens")
         times = TokenTimes()
         await self._client.stream(self._body(tokens, max_tokens=1), times)
-        return times.tokens_s[0] - times.sent_s
+        return PrefillMeasurement(tokens, times.tokens_s[0] - times.sent_s)
 
-    async def _measure_decode(self, batch: int, context: int) -> DecodeMeasurement:
-        """Return the mean step while exactly these requests decode."""
+    async def _measure_decode(self, point: tuple[int, int]) -> DecodeMeasurement:
+        """Return the mean step while exactly `batch` requests with prompts of `context` decode."""
+        batch, context = point
+        self._report(f"decode of {batch} requests of {context} tokens")
 
         async def measure(steps: int) -> DecodeMeasurement:
             max_tokens = self._steps_to_fill(batch, context) + steps
@@ -140,10 +109,12 @@ class Measurer:
             context_tokens = sum(context + index + (together + 1) / 2 for index in before)
             return DecodeMeasurement(batch, context_tokens, seconds)
 
-        return await self._with_enough_steps(measure, batch, context)
+        return await self._with_enough_steps(measure, self._decode_steps, batch, context)
 
-    async def _measure_mixed(self, batch: int, tokens: int, *, context: int) -> MixedMeasurement:
-        """Return the mean step that computes a prompt of `tokens` while `batch` requests decode."""
+    async def _measure_mixed(self, plan: MeasurementPlan, tokens: int) -> MixedMeasurement:
+        """Return the mean step that computes a prompt of `tokens` while a batch decodes."""
+        batch, context = plan.mixed_batch, plan.decode[0][1]
+        self._report(f"prefill of {tokens} tokens in steps with {batch} decodes")
 
         async def measure(steps: int) -> MixedMeasurement:
             joining_steps = JOINING_PROMPTS * (JOINING_STEPS + -(-tokens // self._room(batch)))
@@ -163,10 +134,16 @@ class Measurer:
             await _run_all([*(self._client.stream(body(), run) for run in runs), join()])
             return _compute_mixed_step(runs, joining, tokens=tokens, context=context)
 
-        return await self._with_enough_steps(measure, batch, context)
+        try:
+            return await self._with_enough_steps(measure, self._mixed_steps, batch, context)
+        except _NotMixed:
+            self._report(f"nothing: the engine did not compute {tokens} tokens in steps with decodes")
+            raise
 
-    async def _with_enough_steps(self, measure: Callable[[int], Awaitable[T]], batch: int, context: int) -> T:
-        """Measure with twice as many steps until enough of them are undisturbed; later points begin there.
+    async def _with_enough_steps(
+        self, measure: Callable[[int], Awaitable[T]], steps: "_Steps", batch: int, context: int
+    ) -> T:
+        """Measure with twice as many steps until enough are undisturbed; the curve goes on with them.
 
         On a busy machine the last request of a batch may come when the first one has almost ended, and an
         engine that shares its thread with its server sends many tokens at once.
@@ -175,18 +152,19 @@ class Measurer:
         most = max(DECODE_STEPS, min(room // 4, DECODE_STEPS_MAX))
         while True:
             try:
-                return await measure(min(self._decode_steps, most))
+                return await measure(min(steps.count, most))
             except _TooFewSteps as error:
-                if self._decode_steps >= most:
+                if steps.count >= most:
                     if isinstance(error, _NotMixed):
                         raise
                     raise EngineUnusable(
                         self._client.url,
                         f"decoded only {error.steps} steps undisturbed: is it idle, is --token-budget right?",
                     ) from None
-                self._decode_steps *= 2
+                steps.count *= 2
 
-    async def _measure_transfer(self, tokens: int, decode: EngineClient) -> TransferMeasurement:
+    async def _measure_transfer(self, decode: EngineClient, tokens: int) -> TransferMeasurement:
+        self._report(f"KV transfer of {tokens} tokens")
         body = self._body(tokens, max_tokens=1)
         response = await self._client.complete({**body, "kv_transfer_params": _PREFILL_LEG})
         params = response.get("kv_transfer_params")
@@ -213,6 +191,36 @@ class Measurer:
         return -(-batch * context // self._room(batch)) + 4
 
 
+@dataclass
+class _Steps:
+    """Steps that the points of one curve measure."""
+
+    count: int = DECODE_STEPS
+
+
+class _CurveInRounds(Generic[P, M]):
+    """The values of all points of one curve, one from each round."""
+
+    def __init__(self, points: Sequence[P], measure: Callable[[P], Awaitable[M]]) -> None:
+        self._measure: Callable[[P], Awaitable[M]] = measure
+        self._values: dict[P, list[M]] = {point: [] for point in points}
+
+    async def measure_all(self) -> None:
+        """Measure each point once; one that raises `_NotMixed` is left out, with its earlier values."""
+        for point in tuple(self._values):
+            try:
+                self._values[point].append(await self._measure(point))
+            except _NotMixed:
+                del self._values[point]
+
+    def take_medians(self) -> list[M]:
+        """Return of each point the value whose duration is the median, of two in the middle the lower one."""
+        return [
+            sorted(values, key=lambda one: one.seconds)[(len(values) - 1) // 2]
+            for values in self._values.values()
+        ]
+
+
 class _TooFewSteps(Exception):
     """A point has too few steps from which its duration can be computed."""
 
@@ -222,17 +230,25 @@ class _TooFewSteps(Exception):
 
 
 class _NotMixed(_TooFewSteps):
-    """A prompt had its first token only after the decodes that it joined."""
+    """The decodes ended before the prompts that joined them, or so soon after them that no steps are left."""
 
 
 def _mean_step(tokens_s: Sequence[float], start_s: float, end_s: float) -> tuple[int, float]:
-    """Return the number of steps between two times, and their mean duration."""
-    inside = tokens_s[bisect_left(tokens_s, start_s) : bisect_right(tokens_s, end_s)]
-    steps = len(inside) - 1
-    apart = len(set(inside)) - 1  # tokens that a late client reads together look like one
+    """Return the number of steps between two times, and their mean duration.
+
+    Tokens that a late client reads together look like one; they end together with the last of them.
+    """
+    first, last = _find_end(tokens_s, start_s), bisect_right(tokens_s, end_s) - 1
+    apart = len(set(tokens_s[first : last + 1])) - 1
     if apart < _STEPS_MIN:
         raise _TooFewSteps(max(0, apart))
-    return steps, (inside[-1] - inside[0]) / steps
+    return last - first, (tokens_s[last] - tokens_s[first]) / (last - first)
+
+
+def _find_end(tokens_s: Sequence[float], time_s: float) -> int:
+    """Return the index of the last token that arrived with the first one at this time or later."""
+    first = bisect_left(tokens_s, time_s)
+    return bisect_right(tokens_s, tokens_s[first]) - 1 if first < len(tokens_s) else first
 
 
 def _compute_mixed_step(
@@ -240,25 +256,24 @@ def _compute_mixed_step(
 ) -> MixedMeasurement:
     """Return the mean step with a joining prompt of `tokens`; the prompts of the batch have `context`.
 
-    It is a step without one and the delay by each. Steps without one are measured before and after the
-    others, so that an engine that becomes slower or faster in the meantime changes neither.
+    It is the mean step without a joining prompt, and the mean delay by one. As many steps without one count
+    before as after the others, so that the growth of the contexts and a steady drift of the engine's speed
+    cancel out.
     """
     tokens_s, sent_s, end_s = runs[0].tokens_s, joining[0].sent_s, joining[-1].tokens_s[0]
-    first, last = bisect_right(tokens_s, sent_s) - 1, bisect_left(tokens_s, end_s)
-    if last >= len(tokens_s):
-        raise _NotMixed(len(tokens_s) - first)
-    _, before_s = _mean_step(tokens_s, max(run.tokens_s[0] for run in runs), sent_s)
-    _, after_s = _mean_step(tokens_s, tokens_s[last], min(run.tokens_s[-1] for run in runs))
+    first, last = bisect_right(tokens_s, sent_s) - 1, _find_end(tokens_s, end_s)
+    start = _find_end(tokens_s, max(run.tokens_s[0] for run in runs))
+    end = bisect_right(tokens_s, min(run.tokens_s[-1] for run in runs)) - 1
+    if end - last < _STEPS_MIN:
+        raise _NotMixed(max(0, end - last))
+    beside = min(first - start, end - last)
+    _, before_s = _mean_step(tokens_s, tokens_s[first - beside], tokens_s[first])
+    _, after_s = _mean_step(tokens_s, tokens_s[last], tokens_s[last + beside])
     alone_s = (before_s + after_s) / 2
     delay_s = (tokens_s[last] - tokens_s[first] - (last - first) * alone_s) / len(joining)
-    decoded = sum(bisect_right(run.tokens_s, sent_s) + (last - first) / 2 for run in runs)
+    decoded = sum(bisect_right(run.tokens_s, sent_s) + (last - first - 1) / 2 for run in runs)
     context_tokens = len(runs) * context + decoded
     return MixedMeasurement(tokens, alone_s + max(delay_s, 0.0), len(runs), context_tokens)
-
-
-def _take_median(samples: Sequence[M]) -> M:
-    """Return the one with the median of the durations."""
-    return sorted(samples, key=lambda one: one.seconds)[len(samples) // 2]
 
 
 def _watch_steps(runs: Sequence[TokenTimes], steps: int) -> asyncio.Event:

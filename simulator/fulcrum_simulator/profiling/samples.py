@@ -45,8 +45,8 @@ class DecodeMeasurement:
 class MixedMeasurement(_OneLength):
     """One step that computes a prompt of `tokens` and decodes `batch` requests.
 
-    These have `context_tokens` tokens of KV together. If the prompt takes several steps, this is one of
-    those without it and all the time that it adds.
+    These have `context_tokens` tokens of KV together. `seconds` is the mean step without the prompt, and the
+    time that the prompt adds: to several steps, if one has no room for it.
     """
 
     batch: int
@@ -56,3 +56,17 @@ class MixedMeasurement(_OneLength):
 @dataclass(frozen=True, slots=True)
 class TransferMeasurement(_OneLength):
     """Time from sending a decode leg whose KV of `tokens` is on another engine to its first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCurves:
+    """All that was measured.
+
+    `first_transfer` was before any other contact of the two engines; None if only one was measured.
+    """
+
+    prefill: list[PrefillMeasurement]
+    decode: list[DecodeMeasurement]
+    mixed: list[MixedMeasurement]
+    first_transfer: TransferMeasurement | None
+    transfers: list[TransferMeasurement]
