@@ -22,17 +22,14 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from statistics import fmean, median
 from typing import Any
 
 from bench.processor_shares import ProcessorShares, processor_shares
 from bench.vllm_load import (
     MeasuredLoad,
-    get_measured,
     isolate_engines,
     measure_load,
-    measure_lone,
     put_engines_on_one_processor,
     run_vllm_service,
 )
@@ -40,7 +37,7 @@ from fulcrum_cli.assignment.writes import flip_instance
 from fulcrum_cli.play.recorder import Recorder
 from fulcrum_core.api import PDAssignment, PDService
 from fulcrum_core.values import AutoscalingMode, Role, Slo
-from fulcrum_simulator.client import summarize_latencies
+from fulcrum_simulator.client import Latencies, LoadOutcome, summarize_latencies
 from fulcrum_simulator.workload import WorkloadRequest
 from tests.engines.loads import Sender, draw_burst, draw_load, measure_rate_rps, send_load
 from tests.engines.services import NAMESPACE, RunningService, VllmService, build_manifest
@@ -179,9 +176,8 @@ async def calibrate(service: VllmService, running: RunningService, *, seed: int)
     await set_objectives(service, WIDE_SLO, deflect=False)
     await set_split(service, SPLITS["2P1D"])
     prompts_rps = await measure_prompts_rps(service, running, seed=seed) / SPLITS["2P1D"]
-    alone = partial(measure_lone, service, running, slo=WIDE_SLO, count=LONE_REQUESTS)
-    lone = await alone(*PROMPTS, seed=seed + 10)
-    lone_s = get_measured((await alone(*ANSWERS, seed=seed + 20)).tpot_p50_s)
+    lone = await measure_lone(service, running, PROMPTS, seed=seed + 10)
+    lone_s = get_measured((await measure_lone(service, running, ANSWERS, seed=seed + 20)).tpot_p50_s)
     slo = Slo(ttft_s=TTFT_FACTOR * get_measured(lone.ttft_p50_s), tpot_s=TPOT_FACTOR * lone_s)
     beside_rps = LOAD_FACTORS[1][0] * prompts_rps
     answers_rps = await measure_answers_rps(service, running, lone_s, slo.tpot_s, beside_rps, seed=seed + 30)
@@ -213,6 +209,18 @@ async def measure_prompts_rps(service: VllmService, running: RunningService, *, 
         )
         rates_rps.append(measure_rate_rps(results))
     return median(rates_rps[1:])
+
+
+async def measure_lone(
+    service: VllmService, running: RunningService, ranges: Ranges, *, seed: int, count: int = LONE_REQUESTS
+) -> Latencies:
+    """Latencies of requests that run alone: each is sent after the one before has ended."""
+    await service.wait_until_idle()
+    outcomes: list[LoadOutcome] = []
+    for number in range(count):
+        one = draw_burst(*ranges, count=1, seed=f"{seed}/{number}")
+        outcomes += (await send_load(running.info, one, slo=WIDE_SLO, seed=seed + number)).outcomes
+    return summarize_latencies(outcomes)
 
 
 async def measure_answers_rps(
@@ -267,6 +275,17 @@ async def measure_step_s(
     return get_measured(summarize_latencies(together).tpot_p50_s)
 
 
+def get_measured(latency_s: float | None) -> float:
+    """Return the latency.
+
+    Raises:
+        SystemExit: if there is none, since no request succeeded.
+    """
+    if latency_s is None:
+        raise SystemExit("cannot measure what one engine serves: no request succeeded")
+    return latency_s
+
+
 @asynccontextmanager
 async def record_flips(service: VllmService) -> AsyncIterator[Recorder]:
     """Record the flips while the block runs.
@@ -310,7 +329,7 @@ async def measure_run(
         await set_mode(service, AutoscalingMode.AUTO if arm == AUTO else AutoscalingMode.OFF)
         load = await measure_load(running, requests, slo=calibration.slo, seed=seed)
         await set_mode(service, AutoscalingMode.OFF)
-    lone = await measure_lone(service, running, *ANSWERS, slo=WIDE_SLO, seed=seed + 100, count=LONE_AFTER_RUN)
+    lone = await measure_lone(service, running, ANSWERS, seed=seed + 100, count=LONE_AFTER_RUN)
     run = Run(
         arm,
         load,

@@ -11,10 +11,7 @@ engine half busy goes through the router, and the simulator gets the same reques
 profile, and the time outside of steps that the command printed, which no profile has. Prints the mean error
 of each curve and, for each seed, mean TTFT, TPOT and whole duration of both. Exit code 1 if a curve, or the
 median over the seeds of one of these differences, is off by more than 10 %, or if a request failed. Needs
-`make engine`. A load does not count if it was late, if other programs used the processors, or if TPOT of an
-answer alone, before or after it, differs by more than 5 % from that around the profile: then another seed
-follows, up to twice as many in all. If TPOT alone before and after the profile differ by more than 5 %, the
-profile is measured again, once.
+`make engine`. A load that was late, or during which other programs used the processors, does not count.
 """
 
 import argparse
@@ -25,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -33,10 +29,8 @@ from typing import Any
 from bench.processor_shares import ProcessorShares, processor_shares
 from bench.vllm_load import (
     MeasuredLoad,
-    get_measured,
     isolate_engines,
     measure_load,
-    measure_lone,
     put_engines_on_one_processor,
     run_vllm_service,
 )
@@ -63,35 +57,7 @@ ENGINE_ARGS = (
 SLO = Slo(ttft_s=10.0, tpot_s=1.0)
 """Not judged here; so wide that no request counts as late in the router."""
 PROMPT_TOKENS, OUTPUT_TOKENS, PREFILL_LOAD = (100, 1500), (20, 120), 0.5
-LONE_PROMPT, LONE_OUTPUT, LONE_REQUESTS = (32, 32), (60, 60), 5
-"""Answers that run alone, before and after the profile is measured, and after each load."""
-SPEED_CHANGE_MAX = 0.05
-"""By so much their TPOT may differ: processors of shared hosts become slower for minutes."""
 FIGURES = ("TTFT", "TPOT", "duration")
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The profile, the seconds outside of steps, and TPOT alone: around the profile, and the latest one.
-
-    `counts`: whether all curves fit, and the machine's speed stayed the same.
-    """
-
-    profile: EngineProfile
-    overhead_s: float
-    counts: bool
-    lone_s: float
-    latest_s: float
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A load and its simulation: by how much each figure of the simulation is above the measured one."""
-
-    differences: list[float]
-    failed: int
-    counts: bool
-    lone_after_s: float
 
 
 def build_service() -> dict[str, Any]:
@@ -171,78 +137,37 @@ def compute_means(requests: Iterable[tuple[float | None, float | None, int]]) ->
     ]
 
 
-async def measure_lone_tpot_s(service: VllmService, running: RunningService, *, seed: int) -> float:
-    """Return the median TPOT of answers that run alone."""
-    latencies = await measure_lone(
-        service, running, LONE_PROMPT, LONE_OUTPUT, slo=SLO, seed=2000 + seed, count=LONE_REQUESTS
-    )
-    return get_measured(latencies.tpot_p50_s)
-
-
-def is_same_speed(lone_ratio: float) -> bool:
-    """Whether an answer alone takes as long as before."""
-    return abs(lone_ratio - 1) <= SPEED_CHANGE_MAX
-
-
-async def measure_reference(service: VllmService, running: RunningService, folder: Path) -> Reference:
-    """Measure the profile, and again if the machine's speed changes meanwhile."""
-    for attempt in range(2):
-        before_s = await measure_lone_tpot_s(service, running, seed=1000 * attempt)
-        profile, overhead_s, fits = await measure_profile(service, folder)
-        after_s = await measure_lone_tpot_s(service, running, seed=1000 * attempt + 100)
-        same = is_same_speed(after_s / before_s)
-        warning = "" if same else " (DOES NOT COUNT)"
-        print(f"TPOT alone before and after: {1000 * before_s:.1f} and {1000 * after_s:.1f} ms{warning}\n")
-        if same:
-            break
-    return Reference(profile, overhead_s, fits and same, (before_s + after_s) / 2, after_s)
-
-
-async def compare_seed(
-    service: VllmService, running: RunningService, reference: Reference, *, seconds: float, seed: int
-) -> Comparison:
-    """Send one load and simulate it; print both."""
-    requests = draw(reference.profile, seconds=seconds, seed=seed)
-    await service.wait_until_idle()
-    load = await measure_load(running, requests, slo=SLO, seed=1000 + seed)
-    after_s = await measure_lone_tpot_s(service, running, seed=100 + 10 * seed)
-    live = read_figures(load)
-    simulated = simulate_load(requests, reference.profile, overhead_s=reference.overhead_s, seed=seed)
-    differences = [other / one - 1 for one, other in zip(live, simulated, strict=True)]
-    texts = [
-        f"{name} {1000 * one:.1f} and {1000 * other:.1f} ms ({difference:+.1%})"
-        for name, one, other, difference in zip(FIGURES, live, simulated, differences, strict=True)
-    ]
-    ratios = [lone_s / reference.lone_s for lone_s in (reference.latest_s, after_s)]
-    same = all(map(is_same_speed, ratios))
-    print(
-        f"seed {seed}: {len(requests)} requests, measured and simulated: {', '.join(texts)}; "
-        f"{load.failed} failed; {load.describe_machine()}, TPOT alone {ratios[0]:.2f} and {ratios[1]:.2f} "
-        f"times that of the profile{'' if same else ' (DOES NOT COUNT)'}",
-        flush=True,
-    )
-    return Comparison(differences, load.failed, load.is_valid and same, after_s)
-
-
 async def measure_all(
     running: RunningService, shares: ProcessorShares, folder: Path, *, seeds: int, seconds: float
 ) -> bool:
     """Measure profile and loads; print them, and return whether all bars are met."""
     await isolate_engines(running, shares, ENGINE_SHARE)
     await put_engines_on_one_processor(running)
-    compared: list[Comparison] = []
+    differences: list[list[float]] = []
     async with running.connect() as service:
-        reference = await measure_reference(service, running, folder)
-        while sum(one.counts for one in compared) < seeds and len(compared) < 2 * seeds:
-            seed = len(compared) + 1
-            compared.append(await compare_seed(service, running, reference, seconds=seconds, seed=seed))
-            reference = replace(reference, latest_s=compared[-1].lone_after_s)
-    counted = [one.differences for one in compared if one.counts]
-    medians = [median(values) for values in zip(*counted, strict=True)]
+        profile, overhead_s, good = await measure_profile(service, folder)
+        for seed in range(1, seeds + 1):
+            requests = draw(profile, seconds=seconds, seed=seed)
+            await service.wait_until_idle()
+            load = await measure_load(running, requests, slo=SLO, seed=1000 + seed)
+            live = read_figures(load)
+            simulated = simulate_load(requests, profile, overhead_s=overhead_s, seed=seed)
+            texts = [
+                f"{name} {1000 * one:.1f} and {1000 * other:.1f} ms ({other / one - 1:+.1%})"
+                for name, one, other in zip(FIGURES, live, simulated, strict=True)
+            ]
+            print(
+                f"seed {seed}: {len(requests)} requests, measured and simulated: {', '.join(texts)}; "
+                f"{load.failed} failed; {load.describe_machine()}",
+                flush=True,
+            )
+            good = good and not load.failed
+            if load.is_valid:
+                differences.append([other / one - 1 for one, other in zip(live, simulated, strict=True)])
+    medians = [median(values) for values in zip(*differences, strict=True)]
     described = ", ".join(f"{name} {one:+.1%}" for name, one in zip(FIGURES, medians, strict=False))
-    print(f"{len(counted)} of {len(compared)} seeds count; medians: {described}")
-    good = reference.counts and not any(one.failed for one in compared)
-    return good and len(counted) == seeds and max(map(abs, medians)) <= DIFFERENCE_MAX
+    print(f"{len(differences)} of {seeds} seeds count; medians: {described}")
+    return good and bool(medians) and max(map(abs, medians)) <= DIFFERENCE_MAX
 
 
 def main() -> int:

@@ -20,10 +20,10 @@ from bench.processor_shares import ProcessorShares
 from fulcrum_cli.local.engine_environment import find_engine_environment
 from fulcrum_core.errors import InvalidInput
 from fulcrum_core.values import Slo
-from fulcrum_simulator.client import Latencies, LoadOutcome, LoadReport, LoadResults, summarize_latencies
+from fulcrum_simulator.client import LoadReport, LoadResults
 from fulcrum_simulator.workload import WorkloadRequest
-from tests.engines.loads import draw_burst, send_load
-from tests.engines.services import LocalServices, RunningService, VllmService
+from tests.engines.loads import send_load
+from tests.engines.services import LocalServices, RunningService
 
 OTHER_WORK_MAX = 0.05
 """Share of all processors that other programs may use."""
@@ -121,36 +121,6 @@ async def measure_load(
     results = await send_load(service.info, sent, slo=slo, seed=seed)
     other_s, took_s = _read_other_work_s() - other_s, loop.time() - began_s
     return MeasuredLoad(sent, results, results.report(), other_s / took_s / (os.cpu_count() or 1))
-
-
-async def measure_lone(
-    service: VllmService,
-    running: RunningService,
-    prompt_tokens: tuple[int, int],
-    output_tokens: tuple[int, int],
-    *,
-    slo: Slo,
-    seed: int,
-    count: int,
-) -> Latencies:
-    """Latencies of requests that run alone: each is sent after the one before has ended."""
-    await service.wait_until_idle()
-    outcomes: list[LoadOutcome] = []
-    for number in range(count):
-        one = draw_burst(prompt_tokens, output_tokens, count=1, seed=f"{seed}/{number}")
-        outcomes += (await send_load(running.info, one, slo=slo, seed=seed + number)).outcomes
-    return summarize_latencies(outcomes)
-
-
-def get_measured(latency_s: float | None) -> float:
-    """Return the latency.
-
-    Raises:
-        SystemExit: if there is none, since no request succeeded.
-    """
-    if latency_s is None:
-        raise SystemExit("cannot measure the engines: no request succeeded")
-    return latency_s
 
 
 def _read_other_work_s() -> float:
