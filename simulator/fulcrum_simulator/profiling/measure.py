@@ -2,10 +2,10 @@
 
 Both engines must be idle. All points of all curves are measured one after the other, then all again, and
 the median of each counts: a slow moment of the engine spoils one value of some points, and if the engine
-becomes slower for good, no curve is of another time than the others. A prefill or a KV transfer lasts from
-sending the request to its first token.
-Decode steps and mixed steps are differences between arrivals of tokens, so that the time from the engine to
-the client cancels out. `fulcrum profile` calls it.
+becomes slower for good, no curve is of another time than the others. `fulcrum profile` calls it.
+
+A prefill or a KV transfer lasts from sending the request to its first token. Decode steps and mixed steps
+are differences between arrivals of tokens, so that the time from the engine to the client cancels out.
 """
 
 import asyncio

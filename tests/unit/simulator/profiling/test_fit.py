@@ -97,13 +97,14 @@ def test_points_that_noise_puts_below_their_steps_do_not_rule_the_fit() -> None:
     ]
     prefill[0] = PrefillMeasurement(4, TRUTH.t0 * 0.9)  # faster than its one step
     steps = replace(TRUTH, mixed_factor=1.3)
-    mixed = [MixedMeasurement(512, steps.step_s([(0, 512)], [64]), batch=1, context_tokens=64)]
+    below = MixedMeasurement(4, 0.95 * steps.step_s([], [64]), batch=1, context_tokens=64)
+    mixed = [below, MixedMeasurement(512, steps.step_s([(0, 512)], [64]), batch=1, context_tokens=64)]
     fitted = fit_profile(prefill=prefill, decode=decode, mixed=mixed, token_budget=BUDGET)
     assert [fitted.steps.b, fitted.steps.mixed_factor] == pytest.approx([TRUTH.b, 1.3], rel=0.1)
     assert [(len(curve.points), curve.mape < 0.1) for curve in fitted.curves] == [
         (8, True),
         (4, True),
-        (1, True),
+        (2, True),
     ]
 
 
