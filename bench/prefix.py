@@ -90,7 +90,7 @@ def measure_live(case: Case, runs: LiveRuns, *, saved_each_s: float) -> Figures:
     """Run one case in real time; a hit of all tokens saves `saved_each_s` of a request."""
     workload, options = make_run(case)
     live = runs.run_whole(workload, options)
-    first_s = options.unscored_share * workload[-1].arrival_s
+    first_s = options.compute_first_scored_s(0.0, workload[-1].arrival_s)
     scored = [record for record in live.records if record.request.arrival_s >= first_s]
     caches = [live.prefix_caches[name] for name in sorted(live.prefix_caches)][: options.policy.prefill]
     computed = [queried - found for queried, found in caches]

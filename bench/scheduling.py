@@ -231,8 +231,7 @@ def make_bound_figures(
 
 def leave_out_warm_up(requests: Sequence[WorkloadRequest], options: RunOptions) -> list[WorkloadRequest]:
     """Return the requests that a run scores."""
-    first_s, last_s = requests[0].arrival_s, requests[-1].arrival_s
-    first_scored_s = first_s + options.unscored_share * (last_s - first_s)
+    first_scored_s = options.compute_first_scored_s(requests[0].arrival_s, requests[-1].arrival_s)
     return [request for request in requests if request.arrival_s >= first_scored_s]
 
 

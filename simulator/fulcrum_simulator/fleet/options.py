@@ -277,3 +277,7 @@ class RunOptions:
     late_starts: tuple[LateStart, ...] = ()
     unjudged: frozenset[int] = frozenset()
     lookahead_steps: int = LOOKAHEAD_STEPS
+
+    def compute_first_scored_s(self, first_s: float, last_s: float) -> float:
+        """Return the time from which arriving requests are scored; the first and last one arrive at these."""
+        return first_s + self.unscored_share * (last_s - first_s)

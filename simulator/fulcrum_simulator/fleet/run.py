@@ -119,8 +119,7 @@ class _Simulation:
         self._records: list[RequestResult] = []
         self._unfinished: dict[int, RequestResult] = {}
         """Requests in flight by number, in the order of arrival."""
-        first_s, last_s = workload[0].arrival_s, workload[-1].arrival_s
-        self._first_scored_s = first_s + options.unscored_share * (last_s - first_s)
+        self._first_scored_s = options.compute_first_scored_s(workload[0].arrival_s, workload[-1].arrival_s)
         scored = sum(request.arrival_s >= self._first_scored_s for request in workload)
         self._has_goal = attainment_min > 0.0
         self._misses_max = scored - (count_required(scored, attainment_min) if self._has_goal else 0)
