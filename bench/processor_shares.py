@@ -6,11 +6,16 @@ under the root group, so that a limit on the bench's own group does not hold for
 `…_vllm` use it.
 """
 
+import math
 import os
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from threading import Thread
 
 from fulcrum_core.errors import InvalidInput
 
@@ -19,6 +24,22 @@ PERIOD_US = 10_000
 processor got a tenth to a fifth less than that."""
 SHARES_V1, WEIGHT_V2 = 335, 33
 """A third of the usual weight, that of niceness 5: the router and the load come first."""
+SPEED_HELD = 0.5
+"""Engines whose speed is held are as fast as their shares of a processor with this part of its best speed."""
+BEST_OF = 80
+"""Readings of a processor's speed at the beginning, of which the fastest counts; they take 20 s."""
+QUOTA_CHANGE_MIN = 0.02
+"""Smaller changes of a share are left out: the kernel begins a new period with each."""
+_MEASURE_SPEED = """
+import os, time
+while os.getppid() == {parent}:
+    loops, cpu_s, end_s = 0, time.process_time(), time.monotonic() + {interval_s}
+    while time.monotonic() < end_s:
+        for _ in range(5_000): pass
+        loops += 1
+    print(loops / (time.process_time() - cpu_s), flush=True)
+"""
+_INTERVAL_S = 0.25
 
 
 class ProcessorShares:
@@ -27,6 +48,9 @@ class ProcessorShares:
     def __init__(self, root: Path = Path("/sys/fs/cgroup")) -> None:
         self._root = root
         self._groups: list[Path] = []
+        self._limits: list[_Limit] = []
+        self._speedometers: list[tuple[subprocess.Popen[str], Thread]] = []
+        self._readings = self._too_slow = 0
 
     def limit(self, name: str, processes: Iterable[int], share: float) -> None:
         """Limit these processes, with all their threads, to a share of one processor together.
@@ -34,41 +58,114 @@ class ProcessorShares:
         Raises:
             InvalidInput: if the kernel refuses, usually because this process does not run as root.
         """
-        quota_us = str(int(share * PERIOD_US))
-        try:
-            group = self._make_group(name, quota_us)
-            for process in processes:
-                with suppress(ProcessLookupError):  # it has ended
-                    (group / "cgroup.procs").write_text(str(process))
-        except OSError as error:
-            rule = f"must let this process make control groups ({error.strerror}): run it as root"
-            raise InvalidInput("control groups", error.filename, rule) from error
+        group = self._make_group(name)
+        self._limits.append(_Limit(group, share))
+        self._set_quota(group, share)
+        key, weight = ("cpu.weight", WEIGHT_V2) if self._is_v2 else ("cpu.shares", SHARES_V1)
+        self._write(group / key, str(weight))
+        self._add_processes(group, processes)
 
-    def _make_group(self, name: str, quota_us: str) -> Path:
-        is_v2 = (self._root / "cgroup.controllers").exists()
-        group = (self._root if is_v2 else self._root / "cpu") / f"fulcrum-bench-{os.getpid()}-{name}"
-        if is_v2:
-            (self._root / "cgroup.subtree_control").write_text("+cpu")
-            settings = {"cpu.max": f"{quota_us} {PERIOD_US}", "cpu.weight": str(WEIGHT_V2)}
+    def hold_speed(self, processor: int, *, readings: int = BEST_OF) -> None:
+        """From now on, give the limited processes on this processor a smaller share the faster it is.
+
+        Processors of shared hosts change their speed by half within seconds. A process of the lowest
+        priority measures it, in the time that the others leave. This also keeps the processor awake: after
+        each sleep it is slower, and an engine alone took 53 ms for a step that took 47 ms beside another one.
+        The first `readings` of it tell its best speed.
+
+        Raises:
+            InvalidInput: if the kernel refuses, usually because this process does not run as root.
+        """
+        code = _MEASURE_SPEED.format(parent=os.getpid(), interval_s=_INTERVAL_S)
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        os.sched_setaffinity(process.pid, {processor})
+        group = self._make_group("speed")
+        self._write(group / "cpu.idle", "1")
+        self._add_processes(group, [process.pid])
+        speeds = map(float, process.stdout or ())
+        following = Thread(target=self._follow, args=[speeds, SPEED_HELD * max(islice(speeds, readings))])
+        self._speedometers.append((process, following))
+        following.start()
+
+    def take_time_too_slow(self) -> float:
+        """Return for which part of the time since the last call the processor was below the held speed."""
+        share = self._too_slow / max(1, self._readings)
+        self._readings = self._too_slow = 0
+        return share
+
+    def _follow(self, speeds: Iterable[float], held: float) -> None:
+        """Adapt the shares to each reading, until the process that measures ends."""
+        for speed in speeds:
+            self._readings += 1
+            self._too_slow += speed < held
+            for limit in self._limits:
+                share = limit.share * min(1.0, held / speed)
+                if abs(share / limit.now - 1) > QUOTA_CHANGE_MIN:
+                    self._set_quota(limit.group, share)
+                    limit.now = share
+
+    def _set_quota(self, group: Path, share: float) -> None:
+        quota_us = str(int(share * PERIOD_US))
+        if self._is_v2:
+            self._write(group / "cpu.max", f"{quota_us} {PERIOD_US}")
         else:
-            settings = {
-                "cpu.cfs_period_us": str(PERIOD_US),
-                "cpu.cfs_quota_us": quota_us,
-                "cpu.shares": str(SHARES_V1),
-            }
-        group.mkdir()
+            self._write(group / "cpu.cfs_period_us", str(PERIOD_US))
+            self._write(group / "cpu.cfs_quota_us", quota_us)
+
+    @property
+    def _is_v2(self) -> bool:
+        return (self._root / "cgroup.controllers").exists()
+
+    def _make_group(self, name: str) -> Path:
+        parent = self._root if self._is_v2 else self._root / "cpu"
+        group = parent / f"fulcrum-bench-{os.getpid()}-{name}"
+        if self._is_v2:
+            self._write(self._root / "cgroup.subtree_control", "+cpu")
+        try:
+            group.mkdir()
+        except OSError as error:
+            raise _make_refusal(error) from error
         self._groups.append(group)
-        for setting, value in settings.items():
-            (group / setting).write_text(value)
         return group
+
+    def _add_processes(self, group: Path, processes: Iterable[int]) -> None:
+        for process in processes:
+            with suppress(ProcessLookupError):  # it has ended
+                self._write(group / "cgroup.procs", str(process))
+
+    def _write(self, setting: Path, value: str) -> None:
+        try:
+            setting.write_text(value)
+        except ProcessLookupError:
+            raise
+        except OSError as error:
+            raise _make_refusal(error) from error
 
     def remove(self) -> None:
         """Remove the groups, whose processes have ended; say which could not be removed."""
+        for process, following in self._speedometers:
+            process.kill()
+            following.join()
+            process.communicate()
         for group in self._groups:
             try:
                 group.rmdir()
             except OSError as error:
                 print(f"warning: {group} stays: {error.strerror}", file=sys.stderr)
+
+
+@dataclass
+class _Limit:
+    """The group of an engine, its share, and the one that it has now at the processor's speed."""
+
+    group: Path
+    share: float
+    now: float = math.inf
+
+
+def _make_refusal(error: OSError) -> InvalidInput:
+    rule = f"must let this process make control groups ({error.strerror}): run it as root"
+    return InvalidInput("control groups", error.filename, rule)
 
 
 @contextmanager

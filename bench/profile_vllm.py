@@ -3,13 +3,14 @@
     python bench/profile_vllm.py [--seeds N] [--for SECONDS]
 
 Runs a local service with one prefill and one decode engine. Each has its own share of the first processor
-(`processor_shares`, which needs root); router and load have the others. So an engine is as fast while the
-other one works as it was while it was measured: two that run at once would share caches and memory, which
-made decode a quarter to a half slower, and without shares one would be faster while the other rests.
-`fulcrum profile` measures them and writes a profile. Then a Poisson load that keeps the prefill
-engine half busy goes through the router, and the simulator gets the same requests at the same times, this
-profile, and the time outside of steps that the command printed, which no profile has. Prints the mean error
-of each curve and, for each seed, mean TTFT, TPOT and whole duration of both. Exit code 1 if a curve, or the
+(`processor_shares`, which needs root), of which they get less the faster it is at the moment: processors of
+shared hosts change their speed by half within seconds. Router and load have the other processors. So an
+engine is as fast while the other one works as it was while it was measured: two that run at once would share
+caches and memory, which made decode a quarter to a half slower.
+`fulcrum profile` measures them and writes a profile. Then a Poisson load that keeps the prefill engine half
+busy goes through the router, and the simulator gets the same requests at the same times, this profile, and
+the time outside of steps that the command printed, which no profile has. Prints the mean error of each curve
+and, for each seed, mean TTFT, TPOT and whole duration of both. Exit code 1 if a curve, or the
 median over the seeds of one of these differences, is off by more than 10 %, or if a request failed. Needs
 `make engine`. A load that was late, or during which other programs used the processors, does not count.
 """
@@ -46,8 +47,9 @@ from tests.engines.loads import Sender, draw_load
 from tests.engines.services import MODEL, RunningService, VllmService, build_manifest
 
 DIFFERENCE_MAX = 0.10
-ENGINE_SHARE, REPEATS = 0.45, 5
-"""Share of one processor that an engine has; both have the same one, in turns."""
+ENGINE_SHARE = 0.4
+"""Share of one processor that an engine has at the held speed; both have the same one, in turns. The rest is
+left to the process that measures its speed."""
 LAYERS, TOKEN_BUDGET, BATCH_MAX = 24, 1024, 32
 ENGINE_ARGS = (
     *("--load-format", "dummy", "--hf-overrides", json.dumps({"num_hidden_layers": LAYERS})),
@@ -81,7 +83,6 @@ async def measure_profile(service: VllmService, folder: Path) -> tuple[EnginePro
         "--token-budget": TOKEN_BUDGET,
         "--max-seqs": BATCH_MAX,
         "--max-batch": BATCH_MAX // 2,
-        "--repeats": REPEATS,
     }
     arguments = [str(part) for option in options.items() for part in option]
     process = await asyncio.create_subprocess_exec(
@@ -142,13 +143,15 @@ async def measure_all(
 ) -> bool:
     """Measure profile and loads; print them, and return whether all bars are met."""
     await isolate_engines(running, shares, ENGINE_SHARE)
-    await put_engines_on_one_processor(running)
+    await asyncio.to_thread(shares.hold_speed, await put_engines_on_one_processor(running))
     differences: list[list[float]] = []
     async with running.connect() as service:
         profile, overhead_s, good = await measure_profile(service, folder)
+        print(f"processor below the held speed for {shares.take_time_too_slow():.0%} of this time\n")
         for seed in range(1, seeds + 1):
             requests = draw(profile, seconds=seconds, seed=seed)
             await service.wait_until_idle()
+            shares.take_time_too_slow()
             load = await measure_load(running, requests, slo=SLO, seed=1000 + seed)
             live = read_figures(load)
             simulated = simulate_load(requests, profile, overhead_s=overhead_s, seed=seed)
@@ -158,7 +161,8 @@ async def measure_all(
             ]
             print(
                 f"seed {seed}: {len(requests)} requests, measured and simulated: {', '.join(texts)}; "
-                f"{load.failed} failed; {load.describe_machine()}",
+                f"{load.failed} failed; {load.describe_machine()}, "
+                f"processor too slow for {shares.take_time_too_slow():.0%} of the time",
                 flush=True,
             )
             good = good and not load.failed
@@ -176,7 +180,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--for", dest="seconds", type=float, default=60.0, metavar="SECONDS")
+    parser.add_argument("--for", dest="seconds", type=float, default=180.0, metavar="SECONDS")
     given = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -91,8 +91,8 @@ async def isolate_engines(running: RunningService, shares: ProcessorShares, shar
             shares.limit(name, list_descendants(leader), share)
 
 
-async def put_engines_on_one_processor(running: RunningService) -> None:
-    """Let the engines run on the first processor only, and all else of a bench on the others.
+async def put_engines_on_one_processor(running: RunningService) -> int:
+    """Let the engines run on the first processor only, and all else on the others; return its number.
 
     If the shares add up to at most 1, an engine is as fast while others work as alone: on
     processors of their own they would share caches and memory, which slows each by a quarter to a half.
@@ -110,6 +110,7 @@ async def put_engines_on_one_processor(running: RunningService) -> None:
         for thread in os.listdir(f"/proc/{pid}/task"):
             with suppress(ProcessLookupError):  # it has ended
                 os.sched_setaffinity(int(thread), {first} if pid in engines else others)
+    return first
 
 
 async def measure_load(

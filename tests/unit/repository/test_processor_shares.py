@@ -1,11 +1,13 @@
 """Engines of a measurement get a share of a processor by control groups of version 1 or 2."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from bench.processor_shares import ProcessorShares
 from fulcrum_core.errors import InvalidInput
+from tests.waiting import wait_until
 
 
 def read_group(folder: Path) -> dict[str, str]:
@@ -42,3 +44,18 @@ def test_a_group_that_cannot_be_removed_is_named(tmp_path: Path, capsys: pytest.
     shares.limit("p-0", [7], 0.45)
     shares.remove()  # a plain folder with files stays
     assert "stays: Directory not empty" in capsys.readouterr().err
+
+
+async def test_engines_get_less_of_a_processor_that_is_faster_than_the_held_speed(tmp_path: Path) -> None:
+    (tmp_path / "cpu").mkdir()
+    shares, processor = ProcessorShares(tmp_path), max(os.sched_getaffinity(0))
+    shares.limit("p-0", [], 0.4)
+    quota = next((tmp_path / "cpu").glob("*p-0")) / "cpu.cfs_quota_us"
+    shares.hold_speed(processor, readings=1)
+    (group,) = (tmp_path / "cpu").glob("*speed")
+    process = int((group / "cgroup.procs").read_text())
+    assert ((group / "cpu.idle").read_text(), os.sched_getaffinity(process)) == ("1", {processor})
+    await wait_until(lambda: 0 < int(quota.read_text() or 4000) < 4000, "a smaller share")
+    shares.remove()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
