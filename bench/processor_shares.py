@@ -6,7 +6,6 @@ under the root group, so that a limit on the bench's own group does not hold for
 `…_vllm` use it.
 """
 
-import math
 import os
 import subprocess
 import sys
@@ -30,6 +29,8 @@ BEST_OF = 80
 """Readings of a processor's speed at the beginning, of which the fastest counts; they take 20 s."""
 QUOTA_CHANGE_MIN = 0.02
 """Smaller changes of a share are left out: the kernel begins a new period with each."""
+QUOTA_MIN_US = 1_000
+"""The kernel takes no less."""
 _MEASURE_SPEED = """
 import os, time
 while os.getppid() == {parent}:
@@ -49,7 +50,8 @@ class ProcessorShares:
         self._root = root
         self._groups: list[Path] = []
         self._limits: list[_Limit] = []
-        self._speedometers: list[tuple[subprocess.Popen[str], Thread]] = []
+        self._speedometer: subprocess.Popen[str] | None = None
+        self._following: Thread | None = None
         self._readings = self._too_slow = 0
 
     def limit(self, name: str, processes: Iterable[int], share: float) -> None:
@@ -59,37 +61,46 @@ class ProcessorShares:
             InvalidInput: if the kernel refuses, usually because this process does not run as root.
         """
         group = self._make_group(name)
-        self._limits.append(_Limit(group, share))
-        self._set_quota(group, share)
         key, weight = ("cpu.weight", WEIGHT_V2) if self._is_v2 else ("cpu.shares", SHARES_V1)
         self._write(group / key, str(weight))
+        if not self._is_v2:
+            self._write(group / "cpu.cfs_period_us", str(PERIOD_US))
+        self._set_quota(group, share)
         self._add_processes(group, processes)
+        self._limits.append(_Limit(group, share, now=share))
 
     def hold_speed(self, processor: int, *, readings: int = BEST_OF) -> None:
-        """From now on, give the limited processes on this processor a smaller share the faster it is.
+        """From now on, give all limited processes a smaller share the faster this processor is.
 
-        Processors of shared hosts change their speed by half within seconds. A process of the lowest
-        priority measures it, in the time that the others leave. This also keeps the processor awake: after
-        each sleep it is slower, and an engine alone took 53 ms for a step that took 47 ms beside another one.
-        The first `readings` of it tell its best speed.
+        Processors of shared hosts change their speed by a factor of two within seconds. A process of the
+        lowest priority measures it, in the time that the others leave. This also keeps the processor awake:
+        after each sleep it is slower, and an engine alone took 53 ms for a step that took 47 ms beside
+        another one. The first `readings` of it tell its best speed. To be called once.
 
         Raises:
             InvalidInput: if the kernel refuses, usually because this process does not run as root.
         """
-        code = _MEASURE_SPEED.format(parent=os.getpid(), interval_s=_INTERVAL_S)
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        os.sched_setaffinity(process.pid, {processor})
         group = self._make_group("speed")
         self._write(group / "cpu.idle", "1")
+        code = _MEASURE_SPEED.format(parent=os.getpid(), interval_s=_INTERVAL_S)
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        self._speedometer = process
+        os.sched_setaffinity(process.pid, {processor})
         self._add_processes(group, [process.pid])
         speeds = map(float, process.stdout or ())
-        following = Thread(target=self._follow, args=[speeds, SPEED_HELD * max(islice(speeds, readings))])
-        self._speedometers.append((process, following))
-        following.start()
+        held = SPEED_HELD * max(islice(speeds, readings))
+        self._following = Thread(target=self._follow, args=[speeds, held], daemon=True)
+        self._following.start()
 
     def take_time_too_slow(self) -> float:
-        """Return for which part of the time since the last call the processor was below the held speed."""
-        share = self._too_slow / max(1, self._readings)
+        """Return for which part of the time since the last call the processor was below the held speed.
+
+        Raises:
+            RuntimeError: if there was no reading.
+        """
+        if not self._readings:
+            raise RuntimeError("the speed of the processor is not measured any more")
+        share = self._too_slow / self._readings
         self._readings = self._too_slow = 0
         return share
 
@@ -99,18 +110,17 @@ class ProcessorShares:
             self._readings += 1
             self._too_slow += speed < held
             for limit in self._limits:
-                share = limit.share * min(1.0, held / speed)
+                share = limit.share * held / max(speed, held)
                 if abs(share / limit.now - 1) > QUOTA_CHANGE_MIN:
                     self._set_quota(limit.group, share)
                     limit.now = share
 
     def _set_quota(self, group: Path, share: float) -> None:
-        quota_us = str(int(share * PERIOD_US))
+        quota_us = max(QUOTA_MIN_US, int(share * PERIOD_US))
         if self._is_v2:
             self._write(group / "cpu.max", f"{quota_us} {PERIOD_US}")
         else:
-            self._write(group / "cpu.cfs_period_us", str(PERIOD_US))
-            self._write(group / "cpu.cfs_quota_us", quota_us)
+            self._write(group / "cpu.cfs_quota_us", str(quota_us))
 
     @property
     def _is_v2(self) -> bool:
@@ -143,10 +153,11 @@ class ProcessorShares:
 
     def remove(self) -> None:
         """Remove the groups, whose processes have ended; say which could not be removed."""
-        for process, following in self._speedometers:
-            process.kill()
-            following.join()
-            process.communicate()
+        if self._speedometer is not None:
+            self._speedometer.kill()
+            if self._following is not None:
+                self._following.join()
+            self._speedometer.communicate()
         for group in self._groups:
             try:
                 group.rmdir()
@@ -160,11 +171,11 @@ class _Limit:
 
     group: Path
     share: float
-    now: float = math.inf
+    now: float
 
 
 def _make_refusal(error: OSError) -> InvalidInput:
-    rule = f"must let this process make control groups ({error.strerror}): run it as root"
+    rule = f"must let this process make control groups ({error.strerror}): needs root and Linux 5.15"
     return InvalidInput("control groups", error.filename, rule)
 
 

@@ -3,10 +3,10 @@
     python bench/profile_vllm.py [--seeds N] [--for SECONDS]
 
 Runs a local service with one prefill and one decode engine. Each has its own share of the first processor
-(`processor_shares`, which needs root), of which they get less the faster it is at the moment: processors of
-shared hosts change their speed by half within seconds. Router and load have the other processors. So an
-engine is as fast while the other one works as it was while it was measured: two that run at once would share
-caches and memory, which made decode a quarter to a half slower.
+(`processor_shares`, which needs root). The share is smaller the faster this processor is at the moment,
+since processors of shared hosts change their speed by a factor of two within seconds. Router and load have
+the other processors. So an engine is as fast while the other one works as it was while it was measured: two
+that run at once would share caches and memory, which made decode a quarter to a half slower.
 `fulcrum profile` measures them and writes a profile. Then a Poisson load that keeps the prefill engine half
 busy goes through the router, and the simulator gets the same requests at the same times, this profile, and
 the time outside of steps that the command printed, which no profile has. Prints the mean error of each curve
@@ -49,7 +49,7 @@ from tests.engines.services import MODEL, RunningService, VllmService, build_man
 DIFFERENCE_MAX = 0.10
 ENGINE_SHARE = 0.4
 """Share of one processor that an engine has at the held speed; both have the same one, in turns. The rest is
-left to the process that measures its speed."""
+left to the process that measures the processor's speed."""
 LAYERS, TOKEN_BUDGET, BATCH_MAX = 24, 1024, 32
 ENGINE_ARGS = (
     *("--load-format", "dummy", "--hf-overrides", json.dumps({"num_hidden_layers": LAYERS})),

@@ -52,10 +52,18 @@ async def test_engines_get_less_of_a_processor_that_is_faster_than_the_held_spee
     shares.limit("p-0", [], 0.4)
     quota = next((tmp_path / "cpu").glob("*p-0")) / "cpu.cfs_quota_us"
     shares.hold_speed(processor, readings=1)
-    (group,) = (tmp_path / "cpu").glob("*speed")
-    process = int((group / "cgroup.procs").read_text())
-    assert ((group / "cpu.idle").read_text(), os.sched_getaffinity(process)) == ("1", {processor})
-    await wait_until(lambda: 0 < int(quota.read_text() or 4000) < 4000, "a smaller share")
-    shares.remove()
+    try:
+        (group,) = (tmp_path / "cpu").glob("*speed")
+        process = int((group / "cgroup.procs").read_text())
+        assert ((group / "cpu.idle").read_text(), os.sched_getaffinity(process)) == ("1", {processor})
+        await wait_until(lambda: 0 < int(quota.read_text() or 4000) < 4000, "a smaller share")
+        assert 0 <= shares.take_time_too_slow() <= 1
+    finally:
+        shares.remove()
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
+
+
+def test_a_speed_that_is_not_measured_counts_as_none(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="not measured any more"):
+        ProcessorShares(tmp_path).take_time_too_slow()
