@@ -96,11 +96,11 @@ class ProcessorShares:
         """Return for which part of the time since the last call the processor was below the held speed.
 
         Raises:
-            RuntimeError: if there was no reading.
+            RuntimeError: if it is not measured, or not any more.
         """
-        if not self._readings:
+        if self._following is None or not self._following.is_alive():
             raise RuntimeError("the speed of the processor is not measured any more")
-        share = self._too_slow / self._readings
+        share = self._too_slow / max(1, self._readings)
         self._readings = self._too_slow = 0
         return share
 

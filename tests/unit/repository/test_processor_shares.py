@@ -58,12 +58,10 @@ async def test_engines_get_less_of_a_processor_that_is_faster_than_the_held_spee
         assert ((group / "cpu.idle").read_text(), os.sched_getaffinity(process)) == ("1", {processor})
         await wait_until(lambda: 0 < int(quota.read_text() or 4000) < 4000, "a smaller share")
         assert 0 <= shares.take_time_too_slow() <= 1
+        assert 0 <= shares.take_time_too_slow() <= 1  # also without a reading in between
     finally:
         shares.remove()
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
-
-
-def test_a_speed_that_is_not_measured_counts_as_none(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="not measured any more"):
-        ProcessorShares(tmp_path).take_time_too_slow()
+        shares.take_time_too_slow()
