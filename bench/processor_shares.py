@@ -75,7 +75,7 @@ class ProcessorShares:
         Processors of shared hosts change their speed by a factor of two within seconds. A process of the
         lowest priority measures it, in the time that the others leave. This also keeps the processor awake:
         after each sleep it is slower, and an engine alone took 53 ms for a step that took 47 ms beside
-        another one. The first `readings` of it tell its best speed. To be called once.
+        another one. The fastest of its first `readings` is the best speed. To be called once.
 
         Raises:
             InvalidInput: if the kernel refuses, usually because this process does not run as root.

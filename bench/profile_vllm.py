@@ -10,9 +10,9 @@ that run at once would share caches and memory, which made decode a quarter to a
 `fulcrum profile` measures them and writes a profile. Then a Poisson load that keeps the prefill engine half
 busy goes through the router, and the simulator gets the same requests at the same times, this profile, and
 the time outside of steps that the command printed, which no profile has. Prints the mean error of each curve
-and, for each seed, mean TTFT, TPOT and whole duration of both. Exit code 1 if a curve, or the
-median over the seeds of one of these differences, is off by more than 10 %, or if a request failed. Needs
-`make engine`. A load that was late, or during which other programs used the processors, does not count.
+and, for each seed, mean TTFT, TPOT and whole duration of both. Exit code 1 if a curve, or the median over
+the seeds of one of these differences, is off by more than 10 %, or if a request failed. Needs `make engine`.
+A load that was late, or during which other programs used the processors, does not count.
 """
 
 import argparse
@@ -153,6 +153,7 @@ async def measure_all(
             await service.wait_until_idle()
             shares.take_time_too_slow()
             load = await measure_load(running, requests, slo=SLO, seed=1000 + seed)
+            too_slow = shares.take_time_too_slow()
             live = read_figures(load)
             simulated = simulate_load(requests, profile, overhead_s=overhead_s, seed=seed)
             texts = [
@@ -162,7 +163,7 @@ async def measure_all(
             print(
                 f"seed {seed}: {len(requests)} requests, measured and simulated: {', '.join(texts)}; "
                 f"{load.failed} failed; {load.describe_machine()}, "
-                f"processor too slow for {shares.take_time_too_slow():.0%} of the time",
+                f"processor too slow for {too_slow:.0%} of the time",
                 flush=True,
             )
             good = good and not load.failed
