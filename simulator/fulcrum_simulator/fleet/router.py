@@ -162,7 +162,10 @@ class SimulatedRouter:
         self.start_probes()
 
     def set_serving(self, routed: RoutedInstance, serving: bool) -> None:
-        """Take an instance whose engine failed out of service, or one that started again back."""
+        """Take an instance out of service, or back; its transfer pairs and prefixes are forgotten.
+
+        Its requests in flight go on, unless its engine has failed.
+        """
         routed.record.serving = serving
         self._context.pairs.invalidate(routed.record.name)
         self._context.forget_prefixes(routed.record.name)

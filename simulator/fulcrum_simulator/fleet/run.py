@@ -1,13 +1,14 @@
 """One simulated run: engines, router and autoscaler under a workload, from the first arrival to the last end.
 
 All randomness is drawn from the seed, so that the same options and workload give the same result.
-`policy_runs` and `bench` call `simulate`.
+`policy_runs` and `bench` call `simulate`, for several services at once `simulate_cells`.
 """
 
 import gc
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TypeVar
@@ -90,14 +91,53 @@ def simulate(
 
     The run ends as soon as the SLO attainment cannot reach `attainment_min` any more. That of its records is
     then below, too: the requests that have not arrived would have to meet the SLO.
+    """
+    with _no_garbage_collection():
+        run = _Simulation(workload, options, EventQueue(), on_progress, attainment_min, planner)
+        run.start()
+        while not run.is_over:
+            run.events.run_next()
+        return run.build_result()
 
-    The garbage collector is off during the run: requests leave no reference cycles, and looking for them
-    takes up to a fifth of the time with 1,000 instances.
+
+def simulate_cells(
+    cells: Sequence[tuple[Sequence[WorkloadRequest], RunOptions]],
+    *,
+    build_manager: Callable[[Sequence[SimulatedRouter]], Callable[[], None]],
+    manage_interval_s: float,
+) -> list[RunResult]:
+    """Run several services at the same time, each with its own workload.
+
+    `build_manager` gets their routers before the first arrival, and returns a function that is called every
+    `manage_interval_s`, first after half of it: both may take instances in and out of service. All services
+    run until the last one has ended; flips, samples, events and busy times of each result include that time.
+    """
+    events = EventQueue()
+    with _no_garbage_collection():
+        runs = [_Simulation(workload, options, events) for workload, options in cells]
+        for run in runs:
+            run.start()
+        manage = build_manager([run.router for run in runs])
+
+        def look() -> None:
+            manage()
+            events.schedule(events.now_s + manage_interval_s, look)
+
+        events.schedule(manage_interval_s / 2, look)
+        while not all(run.is_over for run in runs):
+            events.run_next()
+        return [run.build_result() for run in runs]
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keep the garbage collector off: requests leave no reference cycles, and looking for them takes up to a
+    fifth of the time with 1,000 instances.
     """
     collects = gc.isenabled()
     gc.disable()
     try:
-        return _Simulation(workload, options, on_progress, attainment_min, planner).run()
+        yield
     finally:
         if collects:
             gc.enable()
@@ -108,18 +148,20 @@ class _Simulation:
         self,
         workload: Sequence[WorkloadRequest],
         options: RunOptions,
-        on_progress: ProgressFunction,
-        attainment_min: float,
-        planner: SplitPlanner | None,
+        events: EventQueue,
+        on_progress: ProgressFunction = lambda _share: None,
+        attainment_min: float = 0.0,
+        planner: SplitPlanner | None = None,
     ) -> None:
         self._workload, self._options, self._on_progress = workload, options, on_progress
         self._planner = planner if planner is not None else self._build_planner()
         self._rng = random.Random(options.seed)
-        self._events = EventQueue()
+        self.events = events
         self._records: list[RequestResult] = []
         self._unfinished: dict[int, RequestResult] = {}
         """Requests in flight by number, in the order of arrival."""
         self._first_scored_s = options.compute_first_scored_s(workload[0].arrival_s, workload[-1].arrival_s)
+        self._deadline_s = workload[-1].arrival_s + options.drain_s
         scored = sum(request.arrival_s >= self._first_scored_s for request in workload)
         self._has_goal = attainment_min > 0.0
         self._misses_max = scored - (count_required(scored, attainment_min) if self._has_goal else 0)
@@ -131,29 +173,27 @@ class _Simulation:
         default = PDServiceSpec(model="simulated", instances=options.instances)
         self._spec = options.service or default
         self._instances = self._build_instances()
-        self._router = self._build_router()
+        self.router = self._build_router()
         self._autoscaler: SimulatedAutoscaler | SplitController | Xllm | None = self._build_autoscaler()
         published = self._build_published_dispatch()
         if published is not None:
-            self._router.choose_routes_by(published)
+            self.router.choose_routes_by(published)
         if isinstance(published, Xllm):
             self._autoscaler = published  # it flips, too
 
-    def run(self) -> RunResult:
-        events = self._events
-        self._router.start_probes()
+    def start(self) -> None:
+        """Schedule the first events."""
+        self.router.start_probes()
         for number, instance in enumerate(self._instances):
             self._schedule_failure(instance, self._find_profile(number).startup_s)
         self._schedule_arrival()
-        last_s = self._workload[-1].arrival_s
-        deadline_s = last_s + self._options.drain_s
-        while (
-            (len(self._records) < len(self._workload) or self._unfinished)
-            and events.next_event_s() <= deadline_s
-            and not self._is_lost
-        ):
-            events.run_next()
-        return self._build_result(last_s)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all requests have ended, the run has lasted as long as it may, or its goal is missed."""
+        if len(self._records) == len(self._workload) and not self._unfinished:
+            return True
+        return self._is_lost or self.events.next_event_s() > self._deadline_s
 
     def _build_instances(self) -> list[SimulatedInstance]:
         options = self._options
@@ -168,7 +208,7 @@ class _Simulation:
                     step_noise=options.control.step_noise,
                     lookahead_steps=options.lookahead_steps,
                 ),
-                self._events,
+                self.events,
                 peers,
                 random.Random(drawn.getrandbits(64)) if number >= options.instances else self._derive_rng(),
             )
@@ -218,7 +258,7 @@ class _Simulation:
             downtime_s=options.policy.flip_downtime_s,
         )
         router = SimulatedRouter(
-            self._events,
+            self.events,
             routed_instances,
             slo=options.slo,
             hop_s=options.control.hop_s,
@@ -247,7 +287,7 @@ class _Simulation:
         for start in options.late_starts:
             routed = routed_instances[start.number]
             router.set_serving(routed, False)
-            self._events.schedule(start.begins_s, partial(router.begin_start, routed, start.serves_s))
+            self.events.schedule(start.begins_s, partial(router.begin_start, routed, start.serves_s))
         return router
 
     def _build_rules(self) -> AutoscalingRules:
@@ -273,11 +313,11 @@ class _Simulation:
 
     def _build_published_dispatch(self) -> RoundRobin | Xllm | None:
         if self._options.policy.name is PolicyName.ROUND_ROBIN:
-            return RoundRobin(self._router.fleet)
-        return Xllm(self._router.fleet) if self._options.policy.name is PolicyName.XLLM else None
+            return RoundRobin(self.router.fleet)
+        return Xllm(self.router.fleet) if self._options.policy.name is PolicyName.XLLM else None
 
     def _build_autoscaler(self) -> SimulatedAutoscaler | SplitController | None:
-        options, fleet = self._options, self._router.fleet
+        options, fleet = self._options, self.router.fleet
         if options.policy.name not in FLIPPING | PLANNED:
             return None
         roles = {
@@ -291,11 +331,11 @@ class _Simulation:
         }
         rules, serving = self._build_rules(), self._list_serving
         if options.policy.name in FLIPPING:
-            return SimulatedAutoscaler(self._router, assignment, rules, serving=serving, **late)
+            return SimulatedAutoscaler(self.router, assignment, rules, serving=serving, **late)
         assert self._planner is not None
         return SplitController(
             self._planner,
-            self._router,
+            self.router,
             assignment,
             rules,
             records=self._records,
@@ -305,7 +345,7 @@ class _Simulation:
         )
 
     def _list_serving(self) -> list[str]:
-        return [routed.record.name for routed in self._router.fleet.instances if routed.instance.alive]
+        return [routed.record.name for routed in self.router.fleet.instances if routed.instance.alive]
 
     def _build_planner(self) -> SplitPlanner | None:
         options = self._options
@@ -323,7 +363,7 @@ class _Simulation:
 
     def _schedule_arrival(self) -> None:
         if len(self._records) < len(self._workload):
-            self._events.schedule(self._workload[len(self._records)].arrival_s, self._arrive)
+            self.events.schedule(self._workload[len(self._records)].arrival_s, self._arrive)
 
     def _arrive(self) -> None:
         number = len(self._records)
@@ -334,7 +374,7 @@ class _Simulation:
             self._on_progress(number / len(self._workload))
             if self._has_goal:
                 self._is_lost = self._misses + self._count_late() > self._misses_max
-        self._router.serve(record, number, partial(self._end, number))
+        self.router.serve(record, number, partial(self._end, number))
         self._schedule_arrival()
 
     def _end(self, number: int) -> None:
@@ -345,7 +385,7 @@ class _Simulation:
 
     def _count_late(self) -> int:
         """Count the scored requests that still wait for their first token, after the TTFT objective."""
-        since_s, late = self._events.now_s - self._options.slo.ttft_s, 0
+        since_s, late = self.events.now_s - self._options.slo.ttft_s, 0
         for record in self._unfinished.values():
             if record.request.arrival_s >= since_s:
                 break
@@ -356,17 +396,18 @@ class _Simulation:
         rate = self._options.control.failures_per_hour / 3600
         if rate:
             after_s = self._rng.expovariate(rate)
-            self._events.schedule(self._events.now_s + after_s, partial(self._fail, instance, startup_s))
+            self.events.schedule(self.events.now_s + after_s, partial(self._fail, instance, startup_s))
 
     def _fail(self, instance: SimulatedInstance, startup_s: float) -> None:
         if instance.alive:
             self._engine_failures += 1
-            self._router.set_serving(self._router.fleet.routed_by_name[instance.name], False)
+            self.router.set_serving(self.router.fleet.routed_by_name[instance.name], False)
             instance.fail(startup_s)
         self._schedule_failure(instance, startup_s)
 
-    def _build_result(self, last_arrival_s: float) -> RunResult:
-        self._router.advance()
+    def build_result(self) -> RunResult:
+        """Return what has happened so far."""
+        self.router.advance()
         autoscaler = self._autoscaler
         times = [instance.busy_s for instance in self._instances]
         return RunResult(
@@ -377,18 +418,18 @@ class _Simulation:
             },
             records=tuple(self._records),
             flips=tuple(autoscaler.flips) if autoscaler else (),
-            samples=tuple(self._router.samples),
+            samples=tuple(self.router.samples),
             refused_flips=autoscaler.refused if autoscaler else 0,
-            flip_requests=self._router.flip_requests.seq,
+            flip_requests=self.router.flip_requests.seq,
             engine_failures=self._engine_failures,
             failed_transfers=sum(instance.failed_transfers for instance in self._instances),
             preemptions=sum(instance.preemptions for instance in self._instances),
             down_s=math.fsum(instance.down_s for instance in self._instances),
             busy_s=(math.fsum(p for p, _ in times), math.fsum(d for _, d in times)),
             first_scored_s=self._first_scored_s,
-            last_arrival_s=last_arrival_s,
-            end_s=self._events.now_s,
-            events=self._events.executed,
+            last_arrival_s=self._workload[-1].arrival_s,
+            end_s=self.events.now_s,
+            events=self.events.executed,
         )
 
 
