@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from bench.cells import Mover
+from bench.cells import LOOK_INTERVAL_S, Mover
 from fulcrum_core.profiles import load_profile
 from fulcrum_core.values import Slo
 from fulcrum_simulator.fleet.options import Policy, PolicyName, RunOptions
@@ -13,11 +13,13 @@ from fulcrum_simulator.routing import Outcome
 from fulcrum_simulator.workload import WorkloadRequest
 
 INSTANCES, SPARES = 6, 3
+COUNTS = 20
+"""Instances that work are counted so many times between two looks of the mover."""
 
 
 def draw_even(rate_rps: float, seconds: float = 12.0) -> list[WorkloadRequest]:
     """Equal requests at equal times."""
-    return [WorkloadRequest((n + 0.1) / rate_rps, 900, 30) for n in range(int(seconds * rate_rps))]
+    return [WorkloadRequest((n + 0.1) / rate_rps, 3_000, 300) for n in range(int(seconds * rate_rps))]
 
 
 def works(one: RoutedInstance) -> bool:
@@ -42,13 +44,14 @@ def test_instances_move_to_the_cell_with_more_work_and_no_request_is_lost() -> N
         movers.append(mover)
 
         def look() -> None:
+            if len(working) % COUNTS == COUNTS // 2:  # halfway between those of the autoscalers
+                mover.look()
             working.append(tuple(sum(map(works, cell.fleet.instances)) for cell in cells))
-            mover.look()
 
         return look
 
-    cells = (draw_even(36.0), options), (draw_even(80.0), options)
-    results = simulate_cells(cells, build_manager=build_manager, manage_interval_s=0.05)
+    cells = (draw_even(6.0), options), (draw_even(24.0), options)
+    results = simulate_cells(cells, build_manager=build_manager, manage_interval_s=LOOK_INTERVAL_S / COUNTS)
     assert working[0] == (INSTANCES, INSTANCES)
     assert max(second for _, second in working) > INSTANCES
     assert min(first for first, _ in working) < INSTANCES
