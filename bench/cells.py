@@ -134,10 +134,9 @@ def compute_load(cell: SimulatedRouter) -> float:
     load = 0.0
     for state, routed in zip(cell.report().instances, cell.fleet.instances, strict=True):
         model, full_tokens = routed.record.decode_model, routed.instance.kv_capacity_tokens
-        if (
-            model.slope * full_tokens > SLO.tpot_s - model.intercept > 0.0
-        ):  # a learned model may have no slope
-            full_tokens = int((SLO.tpot_s - model.intercept) / model.slope)
+        for_tokens_s = SLO.tpot_s - model.intercept
+        if 0.0 < for_tokens_s < model.slope * full_tokens:
+            full_tokens = int(for_tokens_s / model.slope)
         load += state.prefill_queued_s / SLO.ttft_s + state.decode_tokens / max(1, full_tokens)
     return load / len(list_serving(cell))
 
@@ -200,9 +199,9 @@ def main() -> int:
     )
     parser.add_argument("--instances", type=int, default=200)
     parser.add_argument("--sizes", type=int, nargs="+", default=[200, 50, 8], help="instances of a cell")
-    parser.add_argument("--scales", type=float, nargs="+", default=[1.8, 2.0])
+    parser.add_argument("--scales", type=float, nargs="+", default=[2.0])
     parser.add_argument("--for", dest="seconds", type=float, default=600.0)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=2)
     given = parser.parse_args()
     uneven = [size for size in given.sizes if size < 2 or given.instances % size]
     if uneven:

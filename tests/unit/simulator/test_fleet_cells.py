@@ -12,7 +12,7 @@ PROFILE, SLO = load_profile("laptop"), Slo(1.0, 0.05)
 
 
 def draw_even(rate_rps: float, seconds: float = 20.0) -> list[WorkloadRequest]:
-    """Equal requests at equal times, a little later than those of other rates."""
+    """Equal requests at equal times."""
     return [WorkloadRequest((n + 0.1) / rate_rps, 900, 30) for n in range(int(seconds * rate_rps))]
 
 
