@@ -405,12 +405,11 @@ class JourneyChoices(EligibleInstances[V]):
         exclude = self._failed_prefill + context.pairs.broken_prefill_instances
         eligible, full = self._list_eligible(now_s, exclude)
         if full and len(full) == len(eligible):
-            deflection = None
-            if context.deflects and not late and (held_for_long or not self._is_held(now_s)):
-                deflection = self._find_deflection_of_waiting(now_s, eligible)
-            if deflection is None:
+            if not context.deflects:
                 return LeaveResult.BLOCKED
-            return self._leave(now_s, deflection)
+            if late:
+                return LeaveResult.LATE_BLOCKED
+            return self._try_to_deflect(now_s, eligible, held_for_long=held_for_long)
         if not late and not self._can_be_in_time(now_s, exclude + full, eligible):
             return LeaveResult.LATE
         kept = self._list_kept(now_s, eligible, full)
@@ -418,18 +417,28 @@ class JourneyChoices(EligibleInstances[V]):
             return LeaveResult.RESERVED
         if not held_for_long and self._is_held(now_s):
             return LeaveResult.HELD
-        return self._leave(now_s, None)
+        context.waiting_room.leave(self)
+        self._report_move(self._seek_prefill(now_s, NO_FLIP_PROPOSALS))
+        return LeaveResult.LEFT
 
-    def _leave(self, now_s: float, deflection: Deflection | None) -> LeaveResult:
-        """Leave the waiting room, for a prefill instance or by a deflection."""
-        self._context.waiting_room.leave(self)
-        if deflection is None:
-            action = self._seek_prefill(now_s, NO_FLIP_PROPOSALS)
-        else:
-            action = self._deflect(now_s, deflection)
+    def _try_to_deflect(self, now_s: float, eligible: list[V], *, held_for_long: bool) -> LeaveResult:
+        """Leave for a decode instance, as no prefill instance takes more prompts now.
+
+        A request that is in time nowhere any more makes way at once: else it would keep those behind it from
+        being deflected until a prefill instance has room, and by then they would be late as well.
+        """
+        ends_at_s = self._predict_prefill_end(now_s, eligible)
+        if held_for_long or not self._is_held(now_s):
+            deflection = self._deflect_at_risk(now_s, ends_at_s)
+            if deflection is not None:
+                self._context.waiting_room.leave(self)
+                self._report_move(self._deflect(now_s, deflection))
+                return LeaveResult.DEFLECTED
+        return LeaveResult.LATE if ends_at_s > self.work.deadline_s else LeaveResult.BLOCKED
+
+    def _report_move(self, action: Action) -> None:
         if self.on_moved is not None:
             self.on_moved(action)
-        return LeaveResult.LEFT
 
     def _can_be_in_time(self, now_s: float, exclude: tuple[str, ...], eligible: list[V]) -> bool:
         context, work = self._context, self.work

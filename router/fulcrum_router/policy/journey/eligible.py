@@ -217,23 +217,19 @@ class EligibleInstances(JourneyRecord[V]):
         """Find a decode instance for a prompt that the chosen prefill instance might end too late."""
         if type(decision) is FlipProposal:
             decision = decision.fallback
-        return self._deflect_at_risk(now_s, decision.cost[1]) if type(decision) is Dispatch else None
+        return self._deflect_at_risk(now_s, now_s + decision.cost[1]) if type(decision) is Dispatch else None
 
-    def _find_deflection_of_waiting(self, now_s: float, eligible: list[V]) -> Deflection | None:
-        """The same for a request that waits, for which no prefill instance has been chosen."""
-        if self._no_prefill_leg is not None:
-            return None
-        work = self.work
-        ends_s = min(
-            i.ledger.remaining_s(now_s) + i.prefill_model.ttft_s(work.count_computed(i.name))
-            for i in eligible
+    def _predict_prefill_end(self, now_s: float, eligible: list[V]) -> float:
+        """When the first of these instances would end the prompt of a request that is next."""
+        tokens = self.work.count_computed
+        return now_s + min(
+            i.ledger.remaining_s(now_s) + i.prefill_model.ttft_s(tokens(i.name)) for i in eligible
         )
-        return self._deflect_at_risk(now_s, ends_s)
 
-    def _deflect_at_risk(self, now_s: float, prefill_s: float) -> Deflection | None:
-        """Find a decode instance unless a prefill instance ends the prompt well in time, in `prefill_s`."""
-        context, work, ends_at_s = self._context, self.work, now_s + prefill_s
-        if not is_at_risk(work, ends_at_s=ends_at_s):
+    def _deflect_at_risk(self, now_s: float, ends_at_s: float) -> Deflection | None:
+        """Find a decode instance unless a prefill instance ends the prompt at `ends_at_s`, well in time."""
+        context, work = self._context, self.work
+        if self._no_prefill_leg is not None or not is_at_risk(work, ends_at_s=ends_at_s):
             return None
         if context.decode_share.is_used_by_higher(work.priority, now_s):
             return None

@@ -3,9 +3,9 @@
 `WaitingRoom` begins a round when an instance may take work again, asks the request that `choose` returns, and
 reports the answer, until no request is left to ask. The round remembers what need not be asked again:
 requests for which the same instances are ruled out as for one that found none (`block`), and the line of a
-tenant whose next request waits for room in decode or for a reserve (`set_aside`). Such lines are left out
-until the round ends, so that others of their level come to their turn. Each round also finds anew which lines
-wait for decode (`Level.held`).
+tenant whose next request waits for room in decode or for a reserve, or is late and waits for a prefill
+instance (`set_aside`). Such lines are left out until the round ends, so that others of their level come to
+their turn. Each round also finds anew which lines wait for decode (`Level.held`).
 """
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -20,11 +20,13 @@ MAX_HELD_LINES = 16
 class LeavingRound:
     """One round. It begins with the first request that it chooses, and ends with `end`."""
 
-    __slots__ = ("_blocked", "_full", "_held_before", "_held_lines", "_set_aside")
+    __slots__ = ("_blocked", "_full", "_held_before", "_held_lines", "_late_blocked", "_set_aside")
 
     def __init__(self) -> None:
         self._blocked: set[Hashable] = set()
         """Exclusions with which no request can leave now."""
+        self._late_blocked: set[Hashable] = set()
+        """Exclusions with which no late request can leave now."""
         self._set_aside: list[tuple[Level, Line]] = []
         self._held_lines: dict[tuple[Level, str], int] = {}
         """How many lines of a tier were asked and held."""
@@ -58,6 +60,14 @@ class LeavingRound:
     def block(self, exclusion: Hashable) -> None:
         """No instance takes a request with this exclusion: ask no other one with it."""
         self._blocked.add(exclusion)
+
+    def block_late(self, exclusion: Hashable) -> None:
+        """No prefill instance takes a request with this exclusion: ask no other late one with it."""
+        self._late_blocked.add(exclusion)
+
+    def has_blocked_late(self, exclusion: Hashable) -> bool:
+        """Whether a late request with this exclusion need not be asked."""
+        return exclusion in self._late_blocked
 
     def set_aside(self, level: Level, line: Line) -> None:
         """Ask the line no more in this round; after `MAX_HELD_LINES` lines of a tier, nor the rest of it."""

@@ -3,7 +3,8 @@
 The request with the earliest deadline goes first. A request that no instance can serve in time any more is
 *late*. The tenant's other requests pass it: it has missed its objective already, and behind it they would
 miss theirs. Late requests leave in the order of arrival: when the tenant has no other waiting request, and as
-every `LATE_EVERY`-th request of the tenant, so that none of them waits for ever.
+every `LATE_EVERY`-th request of the tenant, so that none of them waits for ever. Deflected requests do not
+count: late ones are not deflected, and would keep others from it while they wait for a prefill instance.
 
 `Level` opens a line for each tenant that waits; the order between lines is its own.
 """
@@ -14,7 +15,7 @@ from collections.abc import Collection, Hashable
 from fulcrum_router.policy.waiting.waiter import Waiter
 
 LATE_EVERY = 32
-"""While late requests of a tenant wait, one of this many of its requests that leave is late."""
+"""While late requests of a tenant wait, one of this many of its requests that leave undeflected is late."""
 
 LineKey = tuple[str, str]
 """Tenant and tier."""
@@ -153,7 +154,8 @@ class Line:
         if self.held_since_s is None:
             self.held_since_s = now_s
 
-    def record_departure(self, request: WaitingRequest) -> None:
+    def record_departure(self, request: WaitingRequest, *, deflected: bool) -> None:
         """Count a request that has left for an instance."""
-        self._late_turn = self._late_turn + 1 if request.in_time else 0
+        if not deflected:
+            self._late_turn = self._late_turn + 1 if request.in_time else 0
         self.held_since_s = None

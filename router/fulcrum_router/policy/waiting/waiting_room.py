@@ -37,7 +37,8 @@ _GONE_MAX = 64
 
 _SHARED_EXCLUSION = "shared"
 
-_LEFT, _LATE = LeaveResult.LEFT, LeaveResult.LATE
+_LEFT, _DEFLECTED = LeaveResult.LEFT, LeaveResult.DEFLECTED
+_LATE, _LATE_BLOCKED = LeaveResult.LATE, LeaveResult.LATE_BLOCKED
 _HELD, _RESERVED = LeaveResult.HELD, LeaveResult.RESERVED
 
 
@@ -298,11 +299,14 @@ class WaitingRoom:
         """Ask a request to leave; False: no other can leave either."""
         level, line = self._find_level(request.waiter.priority), request.line
         late = not request.in_time
+        if late and leaving.has_blocked_late(request.exclusion):
+            leaving.set_aside(level, line)
+            return True
         held_for_long = level.is_held_for_long(line, now_s)
         due = level.due_at_s <= self._departed_s
         result = request.waiter.try_to_leave(now_s, late=late, held_for_long=held_for_long, due=due)
-        if result is _LEFT:
-            self._record_departure(request)
+        if result is _LEFT or result is _DEFLECTED:
+            self._record_departure(request, deflected=result is _DEFLECTED)
             if held_for_long:
                 level.passed_hold_s = now_s
         elif result is _LATE:
@@ -313,16 +317,19 @@ class WaitingRoom:
                 if not late:
                     level.held[line] = None
             leaving.set_aside(level, line)
+        elif result is _LATE_BLOCKED:
+            leaving.block_late(request.exclusion)
+            leaving.set_aside(level, line)
         elif request.exclusion is None:
             return False
         else:
             leaving.block(request.exclusion)
         return True
 
-    def _record_departure(self, request: WaitingRequest) -> None:
+    def _record_departure(self, request: WaitingRequest, *, deflected: bool) -> None:
         if request.work_s < math.inf:
             self._departed_s += request.work_s
-        request.line.record_departure(request)
+        request.line.record_departure(request, deflected=deflected)
         self._find_level(request.waiter.priority).record_departure(self._departed_s, request.work_s)
 
     def _move_to_late(self, request: WaitingRequest) -> None:

@@ -377,6 +377,28 @@ def test_a_waiting_request_is_deflected_while_that_helps(
     assert (began, moved) == (Action.WAIT, expected)
 
 
+def test_a_request_that_is_late_everywhere_keeps_nobody_behind_it_from_being_deflected() -> None:
+    context = make_context(queued_s=9.0, ahead_s=0.5)
+    moved: list[str] = []
+    for name, tokens in (("long", 950), ("short", TOKENS)):
+        journey = Journey(context, work(tokens))
+        journey.on_moved = lambda _action, name=name: moved.append(name)
+        assert journey.begin(0.0) is Action.WAIT
+    context.waiting_room.tick(0.1)
+    assert moved == ["short"]
+
+
+def test_a_late_request_that_waits_for_prefill_keeps_no_other_tenant_from_being_deflected() -> None:
+    context = make_context(queued_s=9.0, ahead_s=0.5)
+    moved: list[str] = []
+    for now_s, tenant, tokens in ((0.1, "late", 950), (0.2, "in time", TOKENS)):
+        journey = Journey(context, work(tokens, tenant=tenant))
+        journey.on_moved = lambda _action, tenant=tenant: moved.append(tenant)
+        assert journey.begin(now_s) is Action.WAIT
+        context.waiting_room.tick(now_s)
+    assert moved == ["in time"]
+
+
 @pytest.mark.parametrize(("deflects", "factor"), [(True, UNKNOWN_FACTOR), (False, 0.5)])
 def test_forecasts_are_not_corrected_by_deflected_requests(*, deflects: bool, factor: float) -> None:
     """Their forecast is 0.8 s, behind the work of prefill, and they take 0.3 s elsewhere."""

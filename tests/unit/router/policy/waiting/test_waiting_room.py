@@ -55,6 +55,7 @@ class FakeWaiter:
     tier: str = ""
     asked: int = 0
     raises: bool = False
+    deflected: bool = False
     due: bool | None = None
 
     def give_up(self, now_s: float) -> None:
@@ -75,6 +76,8 @@ class FakeWaiter:
             return LeaveResult.BLOCKED
         if not late and now_s > self.deadline_s:
             return LeaveResult.LATE
+        if self.deflected and late:
+            return LeaveResult.LATE_BLOCKED
         if self.reserved:
             return LeaveResult.RESERVED
         if self.held and not held_for_long:
@@ -83,7 +86,7 @@ class FakeWaiter:
         self.left.append(self.arrival_s)
         self.room.leave(self)
         self.room.charge(open_account(10), priority=self.priority, tenant=self.tenant, tier=self.tier)
-        return LeaveResult.LEFT
+        return LeaveResult.DEFLECTED if self.deflected else LeaveResult.LEFT
 
 
 @dataclass
@@ -276,6 +279,25 @@ def test_a_late_request_leaves_after_a_bounded_number_of_others() -> None:
         crowd.join(10.0 + n)
     left = crowd.open(LATE_EVERY + 1, now_s=10.0)
     assert left.index(1.0) == LATE_EVERY - 1
+
+
+def test_a_late_request_keeps_those_behind_it_from_no_deflection() -> None:
+    """It has no turn among them: it waits for a prefill instance."""
+    crowd = Crowd()
+    for arrival_s in (1.0, *(10.0 + n for n in range(LATE_EVERY + 1))):
+        crowd.join(arrival_s, slo_s=1.0).deflected = True
+    assert crowd.open(99, now_s=10.5) == [10.0 + n for n in range(LATE_EVERY + 1)]
+
+
+def test_one_of_many_late_requests_is_asked_while_others_are_deflected() -> None:
+    crowd = Crowd()
+    late = [crowd.join(1.0 + n, slo_s=1.0, tenant=f"late {n}") for n in range(MAX_HELD_LINES - 1)]
+    crowd.join(90.0, tenant="in time").deflected = True
+    for waiter in late:
+        waiter.deflected = True
+    for _ in range(2):  # in the first round they become late
+        crowd.open(1, now_s=91.0)
+    assert (crowd.left, sum(waiter.asked for waiter in late)) == ([], len(late) + 2)
 
 
 def test_prefill_work_of_late_requests_is_not_in_front_of_a_newcomer() -> None:
