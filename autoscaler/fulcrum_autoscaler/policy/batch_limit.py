@@ -1,11 +1,12 @@
 """Finds how many requests an engine decodes together, from its own counts. Used by `balanced`.
 
 No engine reports this limit. An engine whose batch is full runs the same number of requests in each probe
-while others wait. One probe proves nothing: the request may wait for the next step, or for its KV.
+while others wait. One probe proves nothing: the request may wait for the next step, or for its KV. Three
+prove little where many instances are probed: a limit that an engine exceeds was none.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fulcrum_core.router_state import InstanceState
@@ -33,20 +34,31 @@ class BatchLimit:
     """Requests that an engine decodes together; infinite: not known, no batch was full."""
 
     requests: float = math.inf
+    most_running: int = 0
+    """Most requests that have run on one instance at a time."""
     steady: tuple[tuple[str, SteadyBatch], ...] = ()
     """Steady batch of each instance, by name."""
 
-    def observe(self, decode: Iterable[InstanceState]) -> "BatchLimit":
-        """Return the limit that follows from these states: the largest full batch so far, it never falls."""
+    def observe(self, decode: Sequence[InstanceState]) -> "BatchLimit":
+        """Return the limit that follows from these states: the largest full batch so far.
+
+        A limit that more requests exceed on any instance was none: requests waited for another reason. Of
+        a hundred instances, one has such a batch by chance every few minutes.
+        """
         before = dict(self.steady)
         steady = {
             state.name: batch
             for state in decode
             if (batch := _follow(before.get(state.name), state)) is not None
         }
-        full = [float(batch.running) for batch in steady.values() if batch.probes >= PROBES_MIN]
-        known = full if self.requests == math.inf else [self.requests, *full]
-        return BatchLimit(max(known, default=math.inf), tuple(steady.items()))
+        most_running = max((self.most_running, *map(_count_running, decode)))
+        full = (float(batch.running) for batch in steady.values() if batch.probes >= PROBES_MIN)
+        known = [limit for limit in (self.requests, *full) if most_running <= limit < math.inf]
+        return BatchLimit(max(known, default=math.inf), most_running, tuple(steady.items()))
+
+
+def _count_running(state: InstanceState) -> int:
+    return 0 if state.engine_requests is None else state.engine_requests - (state.engine_waiting or 0)
 
 
 def _follow(before: SteadyBatch | None, state: InstanceState) -> SteadyBatch | None:
@@ -61,7 +73,7 @@ def _follow(before: SteadyBatch | None, state: InstanceState) -> SteadyBatch | N
         return None
     if state.prefill_tokens or (state.kv_usage or 0.0) >= KV_WAITING:
         return None
-    running = state.engine_requests - state.engine_waiting
+    running = _count_running(state)
     if running < RUNNING_MIN:
         return None
     probes = before.probes + 1 if before is not None and before.running == running else 1

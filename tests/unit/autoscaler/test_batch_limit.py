@@ -45,6 +45,16 @@ def test_other_requests_that_wait_say_nothing_of_the_limit(probes: list[Instance
     assert observe(*probes) == math.inf
 
 
+def test_a_limit_that_an_engine_exceeds_was_none() -> None:
+    """Of many instances, one has three equal probes with a waiting request by chance."""
+    chance = [probe(t, 36, 1) for t in (1, 2, 3)]
+    assert (observe(*chance), observe(*chance, probe(4, 160, 0))) == (36, math.inf)
+
+
+def test_a_batch_is_not_full_if_another_one_was_larger() -> None:
+    assert observe(probe(1, 160, 0), *(probe(t, 36, 1) for t in (2, 3, 4))) == math.inf
+
+
 def test_the_highest_number_counts() -> None:
     limit = BatchLimit(50.0)
     assert observe(*(probe(t, 40, 6) for t in (1, 2, 3)), limit=limit) == 50
