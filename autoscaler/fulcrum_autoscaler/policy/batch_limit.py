@@ -1,8 +1,8 @@
 """Finds how many requests an engine decodes together, from its own counts. Used by `balanced`.
 
 No engine reports this limit. An engine whose batch is full runs the same number of requests in each probe
-while others wait. One probe proves nothing: the request may wait for the next step, or for its KV. Three
-prove little where many instances are probed: a limit that an engine exceeds was none.
+while others wait. One probe proves nothing: the request may wait for the next step, or for its KV. With many
+instances, three probes may be equal by chance: a limit is forgotten when an engine runs more requests.
 """
 
 import math
@@ -34,27 +34,21 @@ class BatchLimit:
     """Requests that an engine decodes together; infinite: not known, no batch was full."""
 
     requests: float = math.inf
-    most_running: int = 0
-    """Most requests that have run on one instance at a time."""
     steady: tuple[tuple[str, SteadyBatch], ...] = ()
     """Steady batch of each instance, by name."""
 
     def observe(self, decode: Sequence[InstanceState]) -> "BatchLimit":
-        """Return the limit that follows from these states: the largest full batch so far.
-
-        A limit that more requests exceed on any instance was none: requests waited for another reason. Of
-        a hundred instances, one has such a batch by chance every few minutes.
-        """
+        """Return the limit that follows from these states: the largest full batch that none exceeds now."""
         before = dict(self.steady)
         steady = {
             state.name: batch
             for state in decode
             if (batch := _follow(before.get(state.name), state)) is not None
         }
-        most_running = max((self.most_running, *map(_count_running, decode)))
+        most_running = max(map(_count_running, decode), default=0)
         full = (float(batch.running) for batch in steady.values() if batch.probes >= PROBES_MIN)
         known = [limit for limit in (self.requests, *full) if most_running <= limit < math.inf]
-        return BatchLimit(max(known, default=math.inf), most_running, tuple(steady.items()))
+        return BatchLimit(max(known, default=math.inf), tuple(steady.items()))
 
 
 def _count_running(state: InstanceState) -> int:

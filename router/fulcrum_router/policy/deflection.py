@@ -63,6 +63,17 @@ def is_at_risk(work: Work, *, ends_at_s: float) -> bool:
     return not ends_at_s <= work.deadline_s - RISK_SHARE * work.slo.ttft_s
 
 
+def can_be_in_time(instance: InstanceRecord, work: Work, now_s: float) -> bool:
+    """Whether a decode instance could compute the prompt in time if it had nothing else to do."""
+    compute_s = _predict_compute_s(instance, work)
+    return compute_s <= STALL_MAX * work.slo.tpot_s and now_s + compute_s <= work.deadline_s
+
+
+def _predict_compute_s(instance: InstanceRecord, work: Work) -> float:
+    """Predict T(n)."""
+    return MIXED_FACTOR * instance.prefill_model.ttft_s(work.count_computed(instance.name))
+
+
 def choose_deflection(
     instances: Iterable[InstanceRecord],
     work: Work,
@@ -108,7 +119,7 @@ def _predict_recovery_s(instance: InstanceRecord, work: Work, now_s: float, by_s
     ledger, tpot_s = instance.ledger, work.slo.tpot_s
     if ledger.caught_up_at_s > now_s + CAUGHT_UP_WITHIN_S:
         return None
-    compute_s = MIXED_FACTOR * instance.prefill_model.ttft_s(work.count_computed(instance.name))
+    compute_s = _predict_compute_s(instance, work)
     if not compute_s <= STALL_MAX * tpot_s:
         return None
     starts_at_s = now_s + ledger.remaining_s(now_s)

@@ -45,14 +45,20 @@ def test_other_requests_that_wait_say_nothing_of_the_limit(probes: list[Instance
     assert observe(*probes) == math.inf
 
 
-def test_a_limit_that_an_engine_exceeds_was_none() -> None:
-    """Of many instances, one has three equal probes with a waiting request by chance."""
+def test_a_limit_is_forgotten_when_an_engine_runs_more_requests() -> None:
     chance = [probe(t, 36, 1) for t in (1, 2, 3)]
     assert (observe(*chance), observe(*chance, probe(4, 160, 0))) == (36, math.inf)
 
 
-def test_a_batch_is_not_full_if_another_one_was_larger() -> None:
-    assert observe(probe(1, 160, 0), *(probe(t, 36, 1) for t in (2, 3, 4))) == math.inf
+def test_a_batch_is_not_full_while_another_instance_runs_more() -> None:
+    limit = BatchLimit()
+    for at_s in (1, 2, 3):
+        limit = limit.observe([probe(at_s, 36, 1), decode("d2", engine_requests=37, engine_waiting=0)])
+    assert limit.requests == math.inf
+
+
+def test_an_absurd_number_is_forgotten_with_the_next_probe() -> None:
+    assert observe(probe(1, 10**9, 0), *(probe(t, 64, 6) for t in (2, 3, 4))) == 64
 
 
 def test_the_highest_number_counts() -> None:

@@ -359,16 +359,13 @@ class JourneyChoices(EligibleInstances[V]):
         """See `waiter.Waiter`."""
         self.stop_reason = StopReason.FULL
         action = self._end(self.work.arrival_s, Action.FAIL)  # no leg is open; buckets ignore the past
-        if self.on_moved is not None:
-            self.on_moved(action)
+        self._report_move(action)
 
     def give_up(self, now_s: float) -> None:
         """See `waiter.Waiter`."""
         self.stop_reason = StopReason.REFUSED
         self.refusal = self._context.refuse_waiting(self.work, now_s)
-        action = self._end(now_s, Action.FAIL)
-        if self.on_moved is not None:
-            self.on_moved(action)
+        self._report_move(self._end(now_s, Action.FAIL))
 
     @property
     def priority(self) -> int:
@@ -397,14 +394,18 @@ class JourneyChoices(EligibleInstances[V]):
             else (has_leg, failed_prefill, failed_decode)
         )
 
-    def try_to_leave(self, now_s: float, *, late: bool, held_for_long: bool, due: bool) -> LeaveResult:
+    def try_to_leave(
+        self, now_s: float, *, late: bool, held_for_long: bool, due: bool, only_deflected: bool
+    ) -> LeaveResult:
         """See `waiter.Waiter`."""
         context = self._context
+        if context.deflects and not late and now_s > self.work.deadline_s:
+            return LeaveResult.LATE  # without a look at the instances: thousands may come to this at once
         self._is_due = due
         self._find_hits()
         exclude = self._failed_prefill + context.pairs.broken_prefill_instances
         eligible, full = self._list_eligible(now_s, exclude)
-        if full and len(full) == len(eligible):
+        if only_deflected or (full and len(full) == len(eligible)):
             if not context.deflects:
                 return LeaveResult.BLOCKED
             if late:
@@ -422,19 +423,21 @@ class JourneyChoices(EligibleInstances[V]):
         return LeaveResult.LEFT
 
     def _try_to_deflect(self, now_s: float, eligible: list[V], *, held_for_long: bool) -> LeaveResult:
-        """Leave for a decode instance, as no prefill instance takes more prompts now.
+        """Leave for a decode instance, since no prefill instance takes work now.
 
-        A request that is in time nowhere any more makes way at once: else it would keep those behind it from
-        being deflected until a prefill instance has room, and by then they would be late as well.
+        A request becomes late at once when even an idle instance would be too late. Otherwise it would keep
+        those behind it from being deflected until a prefill instance can take work, and make them late.
         """
-        ends_at_s = self._predict_prefill_end(now_s, eligible)
+        ends_at_s = self._predict_first_end(now_s, eligible)
         if held_for_long or not self._is_held(now_s):
             deflection = self._deflect_at_risk(now_s, ends_at_s)
             if deflection is not None:
                 self._context.waiting_room.leave(self)
                 self._report_move(self._deflect(now_s, deflection))
                 return LeaveResult.DEFLECTED
-        return LeaveResult.LATE if ends_at_s > self.work.deadline_s else LeaveResult.BLOCKED
+        if ends_at_s <= self.work.deadline_s or self._may_be_deflected_yet(now_s):
+            return LeaveResult.BLOCKED
+        return LeaveResult.LATE
 
     def _report_move(self, action: Action) -> None:
         if self.on_moved is not None:

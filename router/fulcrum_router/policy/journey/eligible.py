@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 
 from fulcrum_router.policy.candidates import V
-from fulcrum_router.policy.deflection import Deflection, choose_deflection, is_at_risk
+from fulcrum_router.policy.deflection import Deflection, can_be_in_time, choose_deflection, is_at_risk
 from fulcrum_router.policy.dispatch import (
     Dispatch,
     DispatchDecision,
@@ -219,15 +219,27 @@ class EligibleInstances(JourneyRecord[V]):
             decision = decision.fallback
         return self._deflect_at_risk(now_s, now_s + decision.cost[1]) if type(decision) is Dispatch else None
 
-    def _predict_prefill_end(self, now_s: float, eligible: list[V]) -> float:
-        """When the first of these instances would end the prompt of a request that is next."""
-        tokens = self.work.count_computed
+    def _predict_first_end(self, now_s: float, eligible: list[V]) -> float:
+        """When the first of these instances would end the prompt if it were the next one there."""
+        work = self.work
         return now_s + min(
-            i.ledger.remaining_s(now_s) + i.prefill_model.ttft_s(tokens(i.name)) for i in eligible
+            i.ledger.remaining_s(now_s) + i.prefill_model.ttft_s(work.count_computed(i.name))
+            for i in eligible
+        )
+
+    def _may_be_deflected_yet(self, now_s: float) -> bool:
+        """Whether some decode instance could compute the prompt in time if it had nothing else to do."""
+        work = self.work
+        if self._no_prefill_leg is not None:
+            return False
+        return any(
+            can_be_in_time(i, work, now_s)
+            for i in self._context.fleet.candidates.decode
+            if i.name not in self._failed_decode
         )
 
     def _deflect_at_risk(self, now_s: float, ends_at_s: float) -> Deflection | None:
-        """Find a decode instance unless a prefill instance ends the prompt at `ends_at_s`, well in time."""
+        """Find a decode instance, unless `ends_at_s`, when a prefill instance ends the prompt, is early."""
         context, work = self._context, self.work
         if self._no_prefill_leg is not None or not is_at_risk(work, ends_at_s=ends_at_s):
             return None

@@ -3,15 +3,15 @@
 `WaitingRoom` begins a round when an instance may take work again, asks the request that `choose` returns, and
 reports the answer, until no request is left to ask. The round remembers what need not be asked again:
 requests for which the same instances are ruled out as for one that found none (`block`), and the line of a
-tenant whose next request waits for room in decode or for a reserve, or is late and waits for a prefill
-instance (`set_aside`). Such lines are left out until the round ends, so that others of their level come to
-their turn. Each round also finds anew which lines wait for decode (`Level.held`).
+tenant whose next request waits for room in decode or for a reserve (`set_aside`). Such lines are left out
+until the round ends, so that others of their level come to their turn. Each round also finds anew which lines
+wait for decode (`Level.held`).
 """
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from fulcrum_router.policy.waiting.level import Level
-from fulcrum_router.policy.waiting.line import Line, WaitingRequest
+from fulcrum_router.policy.waiting.line import Line, RowKey, WaitingRequest
 
 MAX_HELD_LINES = 16
 """Tenants of one tier that are held before its others are not asked: asking 10,000 would stop the router."""
@@ -20,13 +20,13 @@ MAX_HELD_LINES = 16
 class LeavingRound:
     """One round. It begins with the first request that it chooses, and ends with `end`."""
 
-    __slots__ = ("_blocked", "_full", "_held_before", "_held_lines", "_late_blocked", "_set_aside")
+    __slots__ = ("_blocked", "_full", "_held_before", "_held_lines", "_set_aside", "only_deflected")
 
     def __init__(self) -> None:
-        self._blocked: set[Hashable] = set()
-        """Exclusions with which no request can leave now."""
-        self._late_blocked: set[Hashable] = set()
-        """Exclusions with which no late request can leave now."""
+        self._blocked: set[RowKey] = set()
+        """Rows of which no request can leave now."""
+        self.only_deflected = False
+        """Whether a late request waits for any prefill instance, and only deflected ones may pass it."""
         self._set_aside: list[tuple[Level, Line]] = []
         self._held_lines: dict[tuple[Level, str], int] = {}
         """How many lines of a tier were asked and held."""
@@ -57,17 +57,9 @@ class LeavingRound:
             self._held_before[level], level.held = level.held, {}
         return request
 
-    def block(self, exclusion: Hashable) -> None:
-        """No instance takes a request with this exclusion: ask no other one with it."""
-        self._blocked.add(exclusion)
-
-    def block_late(self, exclusion: Hashable) -> None:
-        """No prefill instance takes a request with this exclusion: ask no other late one with it."""
-        self._late_blocked.add(exclusion)
-
-    def has_blocked_late(self, exclusion: Hashable) -> bool:
-        """Whether a late request with this exclusion need not be asked."""
-        return exclusion in self._late_blocked
+    def block(self, row: RowKey) -> None:
+        """No instance takes a request of this row: ask no other one of it."""
+        self._blocked.add(row)
 
     def set_aside(self, level: Level, line: Line) -> None:
         """Ask the line no more in this round; after `MAX_HELD_LINES` lines of a tier, nor the rest of it."""
@@ -90,12 +82,12 @@ def _choose_level(
     levels: Sequence[Level],
     departed_s: float,
     passed_over: Mapping[Level, Collection[str]],
-    blocked: Collection[Hashable],
+    blocked: Collection[RowKey],
 ) -> Level | None:
     """The level whose turn is next, of `levels` by descending priority; None if no request waits.
 
     Of the lower levels that are due, the one that has been due for longest. `passed_over` names tiers of a
-    level that are not asked, `blocked` exclusions.
+    level that are not asked, `blocked` rows.
     """
     highest = due = None
     for level in levels:

@@ -20,10 +20,10 @@ level for each priority; it adds and charges requests, and asks for the next one
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from fulcrum_router.policy.tiers.token_counters import TokenCounters
-from fulcrum_router.policy.waiting.line import Line, LineKey, WaitingRequest
+from fulcrum_router.policy.waiting.line import Line, LineKey, RowKey, WaitingRequest
 
 AGEING_FACTOR = 15.0
 """A lower level may send a request after the others have sent this many times the work of its last one."""
@@ -88,9 +88,9 @@ class Level:
         """When a request last left because it had been held for long."""
         self.ttft_s = 0.0
         """TTFT objective of the request that joined last."""
-        self._heaps: dict[tuple[str, Hashable], _TenantHeap] = {}
-        """Tenants by counter, by the tier of their lines and the exclusions of the requests there. May hold
-        outdated entries, which are dropped when they come to the top.
+        self._heaps: dict[tuple[str, RowKey], _TenantHeap] = {}
+        """Tenants by counter, by the tier and the rows of their lines. May hold outdated entries, which are
+        dropped when they come to the top.
         """
         self._lengths: list[tuple[int, LineKey]] = []
         """Requests and key of each line, sorted."""
@@ -156,7 +156,7 @@ class Level:
         """Add a request to its line."""
         line = request.line
         if line.add(request):
-            self._push(line, request.exclusion)
+            self._push(line, request.row)
         self._resize(line, line.count + 1)
 
     def remove(self, request: WaitingRequest) -> None:
@@ -173,6 +173,15 @@ class Level:
             self.in_time_prefill_s, self.prefill_s = 0.0, 0.0
             for tier in self._tiers.values():
                 tier.in_time_prefill_s = 0.0
+
+    def move_to_late(self, request: WaitingRequest) -> None:
+        """Order a request among the late ones of its line."""
+        line = request.line
+        line.remove(request)
+        request.in_time = False
+        if line.add(request):
+            self._push(line, request.row)
+        self.add_in_time(line, -request.prefill_s)
 
     def _resize(self, line: Line, count: int) -> None:
         lengths, key = self._lengths, line.key
@@ -204,13 +213,10 @@ class Level:
         """The line with the most requests, of several the last by tenant; None if no request waits."""
         return self.lines[self._lengths[-1][1]] if self._lengths else None
 
-    def find_first(
-        self, passed_over: Collection[str] = (), blocked: Collection[Hashable] = ()
-    ) -> Line | None:
+    def find_first(self, passed_over: Collection[str] = (), blocked: Collection[RowKey] = ()) -> Line | None:
         """The line whose turn is next; None if all are set aside, passed over or blocked.
 
-        `passed_over` names tiers. An exclusion stands for the instances that are ruled out for a request; a
-        line is blocked if all its requests have one in `blocked`.
+        `passed_over` names tiers. A line is blocked if all its requests are in a row of `blocked`.
         """
         firsts = self._find_first_of_tiers(passed_over, blocked)
         if len(firsts) > 1:
@@ -220,33 +226,33 @@ class Level:
         return next((self.lines[position[2], tier] for tier, position in firsts.items()), None)
 
     def _find_first_of_tiers(
-        self, passed_over: Collection[str], blocked: Collection[Hashable]
+        self, passed_over: Collection[str], blocked: Collection[RowKey]
     ) -> dict[str, _LinePosition]:
         """The first line of each tier."""
         firsts: dict[str, _LinePosition] = {}
         for key in list(self._heaps):
-            tier, exclusion = key
-            if tier in passed_over or exclusion in blocked:
+            tier, row = key
+            if tier in passed_over or row in blocked:
                 continue
-            found = self._tidy(self._heaps[key], tier, exclusion)
+            found = self._tidy(self._heaps[key], tier, row)
             if found is None:
                 del self._heaps[key]
             elif tier not in firsts or found < firsts[tier]:
                 firsts[tier] = found
         return firsts
 
-    def _tidy(self, heap: _TenantHeap, tier: str, exclusion: Hashable) -> _LinePosition | None:
+    def _tidy(self, heap: _TenantHeap, tier: str, row: RowKey) -> _LinePosition | None:
         """Drop outdated entries from the top of a heap; the first of the others."""
         while heap:
-            if self._is_current(heap[0], tier, exclusion):
+            if self._is_current(heap[0], tier, row):
                 return heap[0]
             heapq.heappop(heap)
         return None
 
-    def _is_current(self, entry: _LinePosition, tier: str, exclusion: Hashable) -> bool:
+    def _is_current(self, entry: _LinePosition, tier: str, row: RowKey) -> bool:
         counter, _, tenant = entry
         line = self.lines.get((tenant, tier))
-        if line is None or line.is_aside or exclusion not in line.exclusions:
+        if line is None or line.is_aside or row not in line.rows:
             return False
         return self.find_counters(tier)[tenant] == counter
 
@@ -259,13 +265,13 @@ class Level:
         """Order a line by the present counter of its tenant."""
         line.number, self._next_number = self._next_number, self._next_number + 1
         line.is_aside = False
-        for exclusion in line.exclusions:
-            self._push(line, exclusion)
+        for row in line.rows:
+            self._push(line, row)
 
-    def _push(self, line: Line, exclusion: Hashable) -> None:
-        heap = self._heaps.setdefault((line.tier, exclusion), [])
+    def _push(self, line: Line, row: RowKey) -> None:
+        heap = self._heaps.setdefault((line.tier, row), [])
         if len(heap) > 4 * len(self.lines) + 64:
-            heap[:] = [entry for entry in heap if self._is_current(entry, line.tier, exclusion)]
+            heap[:] = [entry for entry in heap if self._is_current(entry, line.tier, row)]
             heapq.heapify(heap)
         counter = self.find_counters(line.tier)[line.tenant]
         heapq.heappush(heap, (counter, line.number, line.tenant))

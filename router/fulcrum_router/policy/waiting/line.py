@@ -3,8 +3,8 @@
 The request with the earliest deadline goes first. A request that no instance can serve in time any more is
 *late*. The tenant's other requests pass it: it has missed its objective already, and behind it they would
 miss theirs. Late requests leave in the order of arrival: when the tenant has no other waiting request, and as
-every `LATE_EVERY`-th request of the tenant, so that none of them waits for ever. Deflected requests do not
-count: late ones are not deflected, and would keep others from it while they wait for a prefill instance.
+every `LATE_EVERY`-th request of the tenant that is not deflected, so that none of them waits for ever. While
+no prefill instance can take work, others are deflected past a late request: it is not deflected itself.
 
 `Level` opens a line for each tenant that waits; the order between lines is its own.
 """
@@ -15,10 +15,12 @@ from collections.abc import Collection, Hashable
 from fulcrum_router.policy.waiting.waiter import Waiter
 
 LATE_EVERY = 32
-"""While late requests of a tenant wait, one of this many of its requests that leave undeflected is late."""
+"""While late requests of a tenant wait, one of so many that leave without deflection is late."""
 
 LineKey = tuple[str, str]
 """Tenant and tier."""
+RowKey = tuple[bool, Hashable]
+"""Whether the requests of a row are late, and their exclusion. They are blocked together."""
 
 
 class WaitingRequest:
@@ -42,34 +44,19 @@ class WaitingRequest:
         """Work of prefill instances, and time to compute the prompt wherever that is, in seconds."""
         self.in_time, self.gone = True, False
 
+    @property
+    def row(self) -> RowKey:
+        """The row of its line that the request is in."""
+        return not self.in_time, self.exclusion
+
 
 _Position = tuple[float, int, WaitingRequest]
 
 
-class _Row:
-    """The requests of a line that have the same exclusion."""
-
-    __slots__ = ("in_time", "late")
-
-    def __init__(self) -> None:
-        self.in_time: list[_Position] = []
-        """Requests in time, sorted by deadline."""
-        self.late: list[_Position] = []
-        """Late requests, sorted by arrival."""
-
-    def add(self, request: WaitingRequest) -> None:
-        entries, entry = self._find_position(request)
-        insort(entries, entry)
-
-    def remove(self, request: WaitingRequest) -> None:
-        entries, entry = self._find_position(request)
-        del entries[bisect_left(entries, entry)]
-
-    def _find_position(self, request: WaitingRequest) -> tuple[list[_Position], _Position]:
-        waiter = request.waiter
-        if request.in_time:
-            return self.in_time, (waiter.deadline_s, request.number, request)
-        return self.late, (waiter.arrival_s, request.number, request)
+def _find_position(request: WaitingRequest) -> _Position:
+    """The place of a request in its row: by deadline, or by arrival if it is late."""
+    waiter = request.waiter
+    return waiter.deadline_s if request.in_time else waiter.arrival_s, request.number, request
 
 
 class Line:
@@ -99,55 +86,43 @@ class Line:
         """Whether the line is left out until it is enqueued again."""
         self.number = 0
         """Place of the line among those with an equal counter."""
-        self._rows: dict[Hashable, _Row] = {}
-        """Requests by exclusion; no row is empty."""
+        self._rows: dict[RowKey, list[_Position]] = {}
+        """Requests in order; no row is empty."""
         self._late_turn = 0
         """Requests that have left since the last late one."""
         self.held_since_s: float | None = None
         """When decode first had no room for its next request; None: it had, or was not asked."""
 
     @property
-    def exclusions(self) -> Collection[Hashable]:
-        """The exclusions of its requests."""
+    def rows(self) -> Collection[RowKey]:
+        """The rows that its requests are in."""
         return self._rows.keys()
 
     def add(self, request: WaitingRequest) -> bool:
-        """Add a request; whether it is the only one with its exclusion."""
-        row = self._rows.get(request.exclusion)
-        is_new = row is None
-        if row is None:
-            row = self._rows[request.exclusion] = _Row()
-        row.add(request)
-        return is_new
+        """Add a request; whether it is the only one of its row."""
+        row = self._rows.setdefault(request.row, [])
+        insort(row, _find_position(request))
+        return len(row) == 1
 
     def remove(self, request: WaitingRequest) -> None:
-        """Remove a request that leaves."""
-        row = self._rows[request.exclusion]
-        row.remove(request)
-        if not row.in_time and not row.late:
-            del self._rows[request.exclusion]
+        """Remove a request that leaves its row."""
+        row = self._rows[request.row]
+        del row[bisect_left(row, _find_position(request))]
+        if not row:
+            del self._rows[request.row]
 
-    def move_to_late(self, request: WaitingRequest) -> None:
-        """Order a request among the late ones."""
-        row = self._rows[request.exclusion]
-        row.remove(request)
-        request.in_time = False
-        row.add(request)
-
-    def find_next(self, blocked: Collection[Hashable]) -> WaitingRequest | None:
-        """The next request to leave; None: all have one of the exclusions in `blocked`."""
-        rows = [row for exclusion, row in self._rows.items() if exclusion not in blocked]
-        in_time = [row.in_time[0] for row in rows if row.in_time]
-        late = [row.late[0] for row in rows if row.late]
+    def find_next(self, blocked: Collection[RowKey]) -> WaitingRequest | None:
+        """The next request to leave; None: all are in a row of `blocked`."""
+        in_time = [row[0] for key, row in self._rows.items() if key not in blocked and not key[0]]
+        late = [row[0] for key, row in self._rows.items() if key not in blocked and key[0]]
         if late and (not in_time or self._late_turn + 1 >= LATE_EVERY):
             return min(late)[2]
         return min(in_time)[2] if in_time else None
 
     def find_last(self) -> Waiter:
         """The late request that arrived last; if none is late, the request with the latest deadline."""
-        rows = self._rows.values()
-        late = [row.late[-1] for row in rows if row.late]
-        return max(late or [row.in_time[-1] for row in rows if row.in_time])[2].waiter
+        late = [row[-1] for key, row in self._rows.items() if key[0]]
+        return max(late or [row[-1] for row in self._rows.values()])[2].waiter
 
     def hold(self, now_s: float) -> None:
         """Remember since when decode has no room for the next request."""

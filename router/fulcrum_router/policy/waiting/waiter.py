@@ -12,15 +12,15 @@ class LeaveResult(Enum):
     """Result of a request's attempt to leave the room."""
 
     LEFT = "left"
-    """A prefill instance took the request, or a decode instance because no prefill instance serves."""
+    """The request left at its turn: some prefill instance could take work."""
     DEFLECTED = "deflected"
-    """A decode instance took the request, since all prefill instances have enough work."""
+    """A decode instance took the request; no prefill instance could take work."""
     BLOCKED = "blocked"
     """No instance can take the request now."""
     LATE = "late"
-    """No instance would respond in time: the tenant's others may pass."""
+    """No instance would respond in time."""
     LATE_BLOCKED = "late, blocked"
-    """Prefill instances have enough work, and late requests are not deflected: other tenants may pass."""
+    """The request waits for a prefill instance; those that are not late may be deflected."""
     HELD = "held"
     """Decode has no room for the request: other tenants may pass."""
     RESERVED = "reserved"
@@ -50,7 +50,9 @@ class Waiter(Protocol):
     def tier(self) -> str:
         """Name of the request's tier."""
 
-    def try_to_leave(self, now_s: float, *, late: bool, held_for_long: bool, due: bool) -> LeaveResult:
+    def try_to_leave(
+        self, now_s: float, *, late: bool, held_for_long: bool, due: bool, only_deflected: bool
+    ) -> LeaveResult:
         """Call `leave` if an instance can take the request now.
 
         Args:
@@ -58,6 +60,7 @@ class Waiter(Protocol):
             late: Leave even if no instance would respond in time.
             held_for_long: Leave even if decode has no room for the request.
             due: Its level goes before higher ones now.
+            only_deflected: A late request waits for a prefill instance, and only deflected ones may pass it.
         """
 
     def give_way(self) -> None:

@@ -299,18 +299,21 @@ class WaitingRoom:
         """Ask a request to leave; False: no other can leave either."""
         level, line = self._find_level(request.waiter.priority), request.line
         late = not request.in_time
-        if late and leaving.has_blocked_late(request.exclusion):
-            leaving.set_aside(level, line)
-            return True
         held_for_long = level.is_held_for_long(line, now_s)
         due = level.due_at_s <= self._departed_s
-        result = request.waiter.try_to_leave(now_s, late=late, held_for_long=held_for_long, due=due)
+        result = request.waiter.try_to_leave(
+            now_s,
+            late=late,
+            held_for_long=held_for_long,
+            due=due,
+            only_deflected=leaving.only_deflected,
+        )
         if result is _LEFT or result is _DEFLECTED:
             self._record_departure(request, deflected=result is _DEFLECTED)
             if held_for_long:
                 level.passed_hold_s = now_s
         elif result is _LATE:
-            self._move_to_late(request)
+            level.move_to_late(request)
         elif result is _HELD or result is _RESERVED:
             if result is _HELD:
                 line.hold(now_s)
@@ -318,12 +321,13 @@ class WaitingRoom:
                     level.held[line] = None
             leaving.set_aside(level, line)
         elif result is _LATE_BLOCKED:
-            leaving.block_late(request.exclusion)
-            leaving.set_aside(level, line)
+            leaving.block(request.row)
+            leaving.only_deflected = leaving.only_deflected or request.exclusion is None
         elif request.exclusion is None:
             return False
         else:
-            leaving.block(request.exclusion)
+            for is_late in (False, True):
+                leaving.block((is_late, request.exclusion))
         return True
 
     def _record_departure(self, request: WaitingRequest, *, deflected: bool) -> None:
@@ -331,10 +335,6 @@ class WaitingRoom:
             self._departed_s += request.work_s
         request.line.record_departure(request, deflected=deflected)
         self._find_level(request.waiter.priority).record_departure(self._departed_s, request.work_s)
-
-    def _move_to_late(self, request: WaitingRequest) -> None:
-        request.line.move_to_late(request)
-        self._find_level(request.waiter.priority).add_in_time(request.line, -request.prefill_s)
 
     def _make_room(self, newcomer: Waiter) -> bool:
         """Have a request of the lowest level give way: one of the tenant that has most of them there.

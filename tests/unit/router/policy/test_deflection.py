@@ -377,7 +377,7 @@ def test_a_waiting_request_is_deflected_while_that_helps(
     assert (began, moved) == (Action.WAIT, expected)
 
 
-def test_a_request_that_is_late_everywhere_keeps_nobody_behind_it_from_being_deflected() -> None:
+def test_a_request_that_is_late_everywhere_lets_those_behind_it_be_deflected() -> None:
     context = make_context(queued_s=9.0, ahead_s=0.5)
     moved: list[str] = []
     for name, tokens in (("long", 950), ("short", TOKENS)):
@@ -388,7 +388,7 @@ def test_a_request_that_is_late_everywhere_keeps_nobody_behind_it_from_being_def
     assert moved == ["short"]
 
 
-def test_a_late_request_that_waits_for_prefill_keeps_no_other_tenant_from_being_deflected() -> None:
+def test_a_late_request_that_waits_for_prefill_lets_other_tenants_be_deflected() -> None:
     context = make_context(queued_s=9.0, ahead_s=0.5)
     moved: list[str] = []
     for now_s, tenant, tokens in ((0.1, "late", 950), (0.2, "in time", TOKENS)):
@@ -397,6 +397,32 @@ def test_a_late_request_that_waits_for_prefill_keeps_no_other_tenant_from_being_
         assert journey.begin(now_s) is Action.WAIT
         context.waiting_room.tick(now_s)
     assert moved == ["in time"]
+
+
+def test_a_request_is_not_late_because_decode_has_no_time_at_this_moment() -> None:
+    context = make_context(queued_s=9.0, ahead_s=0.5)
+    for name in ("d1", "d2"):
+        context.fleet[name].ledger.caught_up_at_s = 1.3
+    journey = Journey(context, work(TOKENS))
+    assert journey.begin(0.0) is Action.WAIT
+    states = []
+    for now_s in (0.1, 0.5):
+        context.waiting_room.tick(now_s)
+        states.append((context.waiting_room.in_time_prefill_s, journey.local_prefill_reason))
+    assert states == [(pytest.approx(0.1), None), (0.0, LocalPrefillReason.DEFLECTED)]
+
+
+def test_a_cached_prompt_does_not_pass_a_late_request_that_waits_for_prefill() -> None:
+    context = make_context(queued_s=0.6, ahead_s=0.5)
+    context.set_prefix_aware(True)
+    moved: list[str] = []
+    for now_s, tenant, cached in ((0.0, "late", {}), (0.05, "cached", {"p1": 990})):
+        journey = Journey(context, work(1_000, tenant=tenant))
+        journey.on_moved = lambda _action, tenant=tenant: moved.append(tenant)
+        journey.begin(now_s)
+        journey.work = journey.work._replace(cached_tokens=cached)
+        context.waiting_room.tick(now_s)
+    assert moved == []
 
 
 @pytest.mark.parametrize(("deflects", "factor"), [(True, UNKNOWN_FACTOR), (False, 0.5)])

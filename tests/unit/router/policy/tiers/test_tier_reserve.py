@@ -234,5 +234,5 @@ def test_a_prompt_that_waits_for_a_lent_reserve_ends_the_round() -> None:
         Journey(context, work(LONG)._replace(tier="free", tenant=tenant)) for tenant in ("a", "b")
     )
     assert (first.begin(0.0), second.begin(0.0)) == (Action.SEND_PREFILL, Action.WAIT)
-    result = second.try_to_leave(0.0, late=False, held_for_long=False, due=False)
+    result = second.try_to_leave(0.0, late=False, held_for_long=False, due=False, only_deflected=False)
     assert result is LeaveResult.BLOCKED

@@ -4,6 +4,7 @@ import math
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import cast
 
 import pytest
 
@@ -55,7 +56,8 @@ class FakeWaiter:
     tier: str = ""
     asked: int = 0
     raises: bool = False
-    deflected: bool = False
+    prefill_full: bool = False
+    """All prefill instances have enough work, and decode instances have time to spare."""
     due: bool | None = None
 
     def give_up(self, now_s: float) -> None:
@@ -67,7 +69,9 @@ class FakeWaiter:
         self.left.append(-self.arrival_s)
         self.room.leave(self)
 
-    def try_to_leave(self, now_s: float, *, late: bool, held_for_long: bool, due: bool) -> LeaveResult:
+    def try_to_leave(
+        self, now_s: float, *, late: bool, held_for_long: bool, due: bool, only_deflected: bool
+    ) -> LeaveResult:
         self.asked += 1
         self.due = due
         if self.raises:
@@ -76,7 +80,9 @@ class FakeWaiter:
             return LeaveResult.BLOCKED
         if not late and now_s > self.deadline_s:
             return LeaveResult.LATE
-        if self.deflected and late:
+        if only_deflected and not self.prefill_full:
+            return LeaveResult.BLOCKED
+        if self.prefill_full and late:
             return LeaveResult.LATE_BLOCKED
         if self.reserved:
             return LeaveResult.RESERVED
@@ -86,7 +92,7 @@ class FakeWaiter:
         self.left.append(self.arrival_s)
         self.room.leave(self)
         self.room.charge(open_account(10), priority=self.priority, tenant=self.tenant, tier=self.tier)
-        return LeaveResult.DEFLECTED if self.deflected else LeaveResult.LEFT
+        return LeaveResult.DEFLECTED if self.prefill_full else LeaveResult.LEFT
 
 
 @dataclass
@@ -281,23 +287,57 @@ def test_a_late_request_leaves_after_a_bounded_number_of_others() -> None:
     assert left.index(1.0) == LATE_EVERY - 1
 
 
-def test_a_late_request_keeps_those_behind_it_from_no_deflection() -> None:
-    """It has no turn among them: it waits for a prefill instance."""
+def test_others_of_the_tenant_are_deflected_past_a_late_request_at_its_turn() -> None:
     crowd = Crowd()
-    for arrival_s in (1.0, *(10.0 + n for n in range(LATE_EVERY + 1))):
-        crowd.join(arrival_s, slo_s=1.0).deflected = True
-    assert crowd.open(99, now_s=10.5) == [10.0 + n for n in range(LATE_EVERY + 1)]
+    crowd.join(1.0, slo_s=1.0)
+    for n in range(LATE_EVERY - 1):
+        crowd.join(10.0 + n)
+    assert 1.0 not in crowd.open(LATE_EVERY - 1, now_s=10.0), "now it is the turn of the late one"
+    for waiter in crowd.room.members:
+        cast(FakeWaiter, waiter).prefill_full = True
+    for n in range(2 * LATE_EVERY):
+        crowd.join(50.0 + n).prefill_full = True
+    assert len(crowd.open(3 * LATE_EVERY, now_s=50.0)) == 2 * LATE_EVERY
 
 
-def test_one_of_many_late_requests_is_asked_while_others_are_deflected() -> None:
+def test_a_deflected_request_is_no_turn_of_the_others_before_a_late_one() -> None:
     crowd = Crowd()
-    late = [crowd.join(1.0 + n, slo_s=1.0, tenant=f"late {n}") for n in range(MAX_HELD_LINES - 1)]
-    crowd.join(90.0, tenant="in time").deflected = True
+    late = crowd.join(1.0, slo_s=1.0)
+    for n in range(LATE_EVERY):
+        crowd.join(10.0 + n).prefill_full = True
+    crowd.open(LATE_EVERY, now_s=10.0)
+    for n in range(LATE_EVERY):
+        crowd.join(50.0 + n)
+    assert not late.prefill_full
+    assert crowd.open(LATE_EVERY, now_s=50.0).index(1.0) == LATE_EVERY - 1
+
+
+def test_late_requests_of_many_tenants_let_another_one_be_deflected() -> None:
+    crowd = Crowd()
+    late = [crowd.join(1.0 + n, slo_s=1.0, tenant=f"late {n}") for n in range(4 * MAX_HELD_LINES)]
     for waiter in late:
-        waiter.deflected = True
-    for _ in range(2):  # in the first round they become late
-        crowd.open(1, now_s=91.0)
-    assert (crowd.left, sum(waiter.asked for waiter in late)) == ([], len(late) + 2)
+        waiter.prefill_full = True
+    crowd.open(1, now_s=90.0)  # here they become late
+    asked = sum(waiter.asked for waiter in late)
+    crowd.join(90.0, tenant="in time").prefill_full = True
+    left = crowd.open(1, now_s=91.0)
+    assert (left, sum(waiter.asked for waiter in late) - asked) == ([90.0], 1), "one says it for all"
+    assert not crowd.room.waits_for_decode
+
+
+def test_only_deflected_requests_pass_a_late_one_that_waits_for_prefill() -> None:
+    """Else prompts that fit an instance which is full for others could keep it full."""
+    crowd = Crowd()
+    crowd.join(1.0, slo_s=1.0, tenant="late").prefill_full = True
+    crowd.join(89.0, tenant="cached")
+    assert crowd.open(2, now_s=90.0) == []
+
+
+def test_a_late_request_that_excludes_instances_stops_only_late_ones_with_its_exclusion() -> None:
+    crowd = Crowd()
+    crowd.join(1.0, slo_s=1.0, excludes="p1").prefill_full = True
+    crowd.join(89.0)
+    assert crowd.open(2, now_s=90.0) == [89.0]
 
 
 def test_prefill_work_of_late_requests_is_not_in_front_of_a_newcomer() -> None:
