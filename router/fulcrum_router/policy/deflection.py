@@ -64,9 +64,13 @@ def is_at_risk(work: Work, *, ends_at_s: float) -> bool:
 
 
 def can_be_in_time(instance: InstanceRecord, work: Work, now_s: float) -> bool:
-    """Whether a decode instance could compute the prompt in time if it had nothing else to do."""
-    compute_s = _predict_compute_s(instance, work)
-    return compute_s <= STALL_MAX * work.slo.tpot_s and now_s + compute_s <= work.deadline_s
+    """Whether a decode instance could compute the prompt in time, after what it computes and catches up with.
+
+    KV room and the batch are left out: they change from one moment to the next.
+    """
+    ledger, compute_s = instance.ledger, _predict_compute_s(instance, work)
+    starts_at_s = max(now_s + ledger.remaining_s(now_s), ledger.caught_up_at_s - CAUGHT_UP_WITHIN_S)
+    return compute_s <= STALL_MAX * work.slo.tpot_s and starts_at_s + compute_s <= work.deadline_s
 
 
 def _predict_compute_s(instance: InstanceRecord, work: Work) -> float:

@@ -425,8 +425,8 @@ class JourneyChoices(EligibleInstances[V]):
     def _try_to_deflect(self, now_s: float, eligible: list[V], *, held_for_long: bool) -> LeaveResult:
         """Leave for a decode instance, since no prefill instance takes work now.
 
-        A request becomes late at once when even an idle instance would be too late. Otherwise it would keep
-        those behind it from being deflected until a prefill instance can take work, and make them late.
+        A request that no instance will compute in time becomes late at once. Otherwise it would keep those
+        behind it from being deflected until a prefill instance can take work, and make them late.
         """
         ends_at_s = self._predict_first_end(now_s, eligible)
         if held_for_long or not self._is_held(now_s):
@@ -442,24 +442,6 @@ class JourneyChoices(EligibleInstances[V]):
     def _report_move(self, action: Action) -> None:
         if self.on_moved is not None:
             self.on_moved(action)
-
-    def _can_be_in_time(self, now_s: float, exclude: tuple[str, ...], eligible: list[V]) -> bool:
-        context, work = self._context, self.work
-        if self._no_prefill_leg is not None:
-            ends_s = (
-                i.ledger.remaining_s(now_s) + i.prefill_model.ttft_s(work.prompt_tokens) for i in eligible
-            )
-            return now_s + min(ends_s, default=0.0) <= work.deadline_s
-        decision = choose_prefill(
-            context.fleet.candidates,
-            work,
-            now_s=now_s,
-            exclude=exclude,
-            delays=context.pairs.prefill_delays,
-        )
-        if type(decision) is Dispatch:
-            return decision.reason is _WITHIN_SLO
-        return now_s < work.deadline_s
 
     # --- flips -------------------------------------------------------------------------------------
 

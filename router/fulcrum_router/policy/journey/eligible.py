@@ -13,8 +13,10 @@ from fulcrum_router.policy.deflection import Deflection, can_be_in_time, choose_
 from fulcrum_router.policy.dispatch import (
     Dispatch,
     DispatchDecision,
+    DispatchReason,
     FlipProposal,
     FlipProposalRules,
+    choose_prefill,
     compute_decode_cost,
 )
 from fulcrum_router.policy.journey.record import JourneyRecord
@@ -24,6 +26,7 @@ from fulcrum_router.policy.tiers.admission import predict_prefill
 from fulcrum_router.policy.tiers.tier_reserve import SPARE_S
 
 # An attribute of an enum is slow to read.
+_WITHIN_SLO = DispatchReason.WITHIN_SLO
 _ARRIVED, _WAITING, _BEFORE_THE_ROOM = State.ARRIVED, State.WAITING, (State.ARRIVED, State.FLIP_REQUESTED)
 
 
@@ -118,6 +121,25 @@ class EligibleInstances(JourneyRecord[V]):
         kept = reserve.list_kept(usable, work.tier, tokens=work.prompt_tokens, now_s=now_s)
         others = frozenset(kept).difference(full)
         return tuple(i.name for i in eligible if i.name in others)
+
+    def _can_be_in_time(self, now_s: float, exclude: tuple[str, ...], eligible: list[V]) -> bool:
+        """Whether an instance that can take work would compute the prompt in time."""
+        context, work = self._context, self.work
+        if self._no_prefill_leg is not None:
+            ends_s = (
+                i.ledger.remaining_s(now_s) + i.prefill_model.ttft_s(work.prompt_tokens) for i in eligible
+            )
+            return now_s + min(ends_s, default=0.0) <= work.deadline_s
+        decision = choose_prefill(
+            context.fleet.candidates,
+            work,
+            now_s=now_s,
+            exclude=exclude,
+            delays=context.pairs.prefill_delays,
+        )
+        if type(decision) is Dispatch:
+            return decision.reason is _WITHIN_SLO
+        return now_s < work.deadline_s
 
     def _is_held(self, now_s: float) -> bool:
         """Whether decode has no room for a request of this tier."""
@@ -228,7 +250,7 @@ class EligibleInstances(JourneyRecord[V]):
         )
 
     def _may_be_deflected_yet(self, now_s: float) -> bool:
-        """Whether some decode instance could compute the prompt in time if it had nothing else to do."""
+        """Whether some decode instance will have time to compute the prompt before its deadline."""
         work = self.work
         if self._no_prefill_leg is not None:
             return False
