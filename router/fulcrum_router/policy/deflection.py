@@ -63,14 +63,17 @@ def is_at_risk(work: Work, *, ends_at_s: float) -> bool:
     return not ends_at_s <= work.deadline_s - RISK_SHARE * work.slo.ttft_s
 
 
-def can_be_in_time(instance: InstanceRecord, work: Work, now_s: float) -> bool:
-    """Whether a decode instance could compute the prompt in time, after what it computes and catches up with.
+def can_be_in_time(instance: InstanceRecord, work: Work, *, now_s: float, output_tokens: float) -> bool:
+    """Whether an instance may still compute the prompt in time, after what it computes and catches up with.
 
-    KV room and the batch are left out: they change from one moment to the next.
+    Beside what `choose_deflection` asks for, this leaves out what may be otherwise a moment later: the batch,
+    room in the KV cache, and first tokens that are due. `output_tokens`: mean answer.
     """
-    ledger, compute_s = instance.ledger, _predict_compute_s(instance, work)
+    ledger, tpot_s, compute_s = instance.ledger, work.slo.tpot_s, _predict_compute_s(instance, work)
+    longest_s = min(STALL_MAX * tpot_s, find_stalls_max_s(tpot_s=tpot_s, output_tokens=output_tokens))
     starts_at_s = max(now_s + ledger.remaining_s(now_s), ledger.caught_up_at_s - CAUGHT_UP_WITHIN_S)
-    return compute_s <= STALL_MAX * work.slo.tpot_s and starts_at_s + compute_s <= work.deadline_s
+    fits = compute_s <= longest_s and starts_at_s + compute_s <= work.deadline_s
+    return fits and instance.role is Role.DECODE
 
 
 def _predict_compute_s(instance: InstanceRecord, work: Work) -> float:

@@ -405,7 +405,7 @@ class JourneyChoices(EligibleInstances[V]):
         self._find_hits()
         exclude = self._failed_prefill + context.pairs.broken_prefill_instances
         eligible, full = self._list_eligible(now_s, exclude)
-        if only_deflected or (full and len(full) == len(eligible)):
+        if eligible and (only_deflected or len(full) == len(eligible)):
             if not context.deflects:
                 return LeaveResult.BLOCKED
             if late:

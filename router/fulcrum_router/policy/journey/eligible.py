@@ -254,8 +254,9 @@ class EligibleInstances(JourneyRecord[V]):
         work = self.work
         if self._no_prefill_leg is not None:
             return False
+        output_tokens = self._context.demand.lengths.mean_served
         return any(
-            can_be_in_time(i, work, now_s)
+            can_be_in_time(i, work, now_s=now_s, output_tokens=output_tokens)
             for i in self._context.fleet.candidates.decode
             if i.name not in self._failed_decode
         )

@@ -1,11 +1,11 @@
 """One round of a waiting room: the order in which its requests are asked whether they can leave now.
 
 `WaitingRoom` begins a round when an instance may take work again, asks the request that `choose` returns, and
-reports the answer, until no request is left to ask. The round remembers what need not be asked again:
-requests for which the same instances are ruled out as for one that found none (`block`), and the line of a
-tenant whose next request waits for room in decode or for a reserve (`set_aside`). Such lines are left out
-until the round ends, so that others of their level come to their turn. Each round also finds anew which lines
-wait for decode (`Level.held`).
+reports the answer, until no request is left to ask. The round remembers what need not be asked again: the row
+of a request that found no instance, since the others of the row would find none either (`block`), and the
+line of a tenant whose next request waits for room in decode or for a reserve (`set_aside`). Such lines are
+left out until the round ends, so that others of their level come to their turn. Each round also finds anew
+which lines wait for decode (`Level.held`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -13,6 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from fulcrum_router.policy.waiting.level import Level
 from fulcrum_router.policy.waiting.line import Line, RowKey, WaitingRequest
 
+MAX_LATE = 50
+"""Requests that become late in a round before their deadline, at most: each asks all instances twice."""
 MAX_HELD_LINES = 16
 """Tenants of one tier that are held before its others are not asked: asking 10,000 would stop the router."""
 
@@ -20,13 +22,12 @@ MAX_HELD_LINES = 16
 class LeavingRound:
     """One round. It begins with the first request that it chooses, and ends with `end`."""
 
-    __slots__ = ("_blocked", "_full", "_held_before", "_held_lines", "_set_aside", "only_deflected")
+    __slots__ = ("_blocked", "_full", "_held_before", "_held_lines", "_late_left", "_set_aside")
 
     def __init__(self) -> None:
         self._blocked: set[RowKey] = set()
         """Rows of which no request can leave now."""
-        self.only_deflected = False
-        """Whether a late request waits for any prefill instance, and only deflected ones may pass it."""
+        self._late_left = MAX_LATE
         self._set_aside: list[tuple[Level, Line]] = []
         self._held_lines: dict[tuple[Level, str], int] = {}
         """How many lines of a tier were asked and held."""
@@ -34,6 +35,16 @@ class LeavingRound:
         """Lines of the levels that were asked, as they were held before the round."""
         self._full: dict[Level, set[str]] = {}
         """Tiers of a level with so many held lines that no more of them are asked."""
+
+    @property
+    def only_deflected(self) -> bool:
+        """Whether a late request waits for any prefill instance, and only deflected ones may pass it."""
+        return (True, None) in self._blocked
+
+    def count_late(self) -> bool:
+        """Count a request that became late; False: the round ends, and the next one goes on."""
+        self._late_left -= 1
+        return self._late_left > 0
 
     def choose(self, levels: Sequence[Level], departed_s: float) -> WaitingRequest | None:
         """Choose the request to ask next; None: nobody else can leave.

@@ -250,11 +250,9 @@ class Level:
         return None
 
     def _is_current(self, entry: _LinePosition, tier: str, row: RowKey) -> bool:
-        counter, _, tenant = entry
+        _, number, tenant = entry
         line = self.lines.get((tenant, tier))
-        if line is None or line.is_aside or row not in line.rows:
-            return False
-        return self.find_counters(tier)[tenant] == counter
+        return line is not None and line.number == number and not line.is_aside and row in line.rows
 
     def is_held_for_long(self, line: Line, now_s: float) -> bool:
         """Whether the next request of a line leaves even if decode has no room for it."""

@@ -3,8 +3,8 @@
 The request with the earliest deadline goes first. A request that no instance can serve in time any more is
 *late*. The tenant's other requests pass it: it has missed its objective already, and behind it they would
 miss theirs. Late requests leave in the order of arrival: when the tenant has no other waiting request, and as
-every `LATE_EVERY`-th request of the tenant that is not deflected, so that none of them waits for ever. While
-no prefill instance can take work, others are deflected past a late request: it is not deflected itself.
+every `LATE_EVERY`-th request of the tenant that leaves when a prefill instance can take work, so that none of
+them waits for ever. While none can, others are deflected past a late request: it is not deflected itself.
 
 `Level` opens a line for each tenant that waits; the order between lines is its own.
 """
@@ -15,7 +15,7 @@ from collections.abc import Collection, Hashable
 from fulcrum_router.policy.waiting.waiter import Waiter
 
 LATE_EVERY = 32
-"""While late requests of a tenant wait, one of so many that leave without deflection is late."""
+"""While late requests of a tenant wait, one of so many that leave for prefill is late."""
 
 LineKey = tuple[str, str]
 """Tenant and tier."""
@@ -89,7 +89,7 @@ class Line:
         self._rows: dict[RowKey, list[_Position]] = {}
         """Requests in order; no row is empty."""
         self._late_turn = 0
-        """Requests that have left since the last late one."""
+        """Requests that have left without deflection since the last late one."""
         self.held_since_s: float | None = None
         """When decode first had no room for its next request; None: it had, or was not asked."""
 

@@ -314,20 +314,17 @@ class WaitingRoom:
                 level.passed_hold_s = now_s
         elif result is _LATE:
             level.move_to_late(request)
+            return now_s > request.waiter.deadline_s or leaving.count_late()
         elif result is _HELD or result is _RESERVED:
             if result is _HELD:
                 line.hold(now_s)
                 if not late:
                     level.held[line] = None
             leaving.set_aside(level, line)
-        elif result is _LATE_BLOCKED:
+        elif result is _LATE_BLOCKED or request.exclusion is not None:
             leaving.block(request.row)
-            leaving.only_deflected = leaving.only_deflected or request.exclusion is None
-        elif request.exclusion is None:
-            return False
         else:
-            for is_late in (False, True):
-                leaving.block((is_late, request.exclusion))
+            return False
         return True
 
     def _record_departure(self, request: WaitingRequest, *, deflected: bool) -> None:

@@ -9,7 +9,7 @@ from fulcrum_core.deflection import MIXED_FACTOR, TPOT_SHARE, find_longest_promp
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.values import AdmissionMode, Role
 from fulcrum_router.policy import TransferPairs
-from fulcrum_router.policy.deflection import CAUGHT_UP_WITHIN_S, choose_deflection
+from fulcrum_router.policy.deflection import CAUGHT_UP_WITHIN_S, can_be_in_time, choose_deflection
 from fulcrum_router.policy.dispatch import FlipProposalRules
 from fulcrum_router.policy.faults.failures import Failure
 from fulcrum_router.policy.instance_record import InstanceRecord
@@ -410,6 +410,57 @@ def test_a_request_is_not_late_because_decode_has_no_time_at_this_moment() -> No
         context.waiting_room.tick(now_s)
         states.append((context.waiting_room.in_time_prefill_s, journey.local_prefill_reason))
     assert states == [(pytest.approx(0.1), None), (0.0, LocalPrefillReason.DEFLECTED)]
+
+
+@pytest.mark.parametrize(
+    ("made", "tokens", "output_tokens", "expected"),
+    [
+        pytest.param(decode_instance(), TOKENS, OUTPUT, True, id="with time to spare"),
+        pytest.param(decode_instance(caught_up_at_s=1.8), TOKENS, OUTPUT, True, id="catches up in time"),
+        pytest.param(decode_instance(caught_up_at_s=1.95), TOKENS, OUTPUT, False, id="catches up too late"),
+        pytest.param(decode_instance(local_s=0.8), TOKENS, OUTPUT, True, id="behind other prompts, in time"),
+        pytest.param(decode_instance(local_s=0.95), TOKENS, OUTPUT, False, id="behind too many"),
+        pytest.param(
+            decode_instance(decoding=90_000), TOKENS, OUTPUT, True, id="a batch that may get smaller"
+        ),
+        pytest.param(decode_instance(role=Role.BOTH), TOKENS, OUTPUT, False, id="not a decode instance"),
+        pytest.param(decode_instance(), TOKENS, 10.0, False, id="longer than short answers bear"),
+        pytest.param(decode_instance(), 1_000, OUTPUT, False, id="longer than the time that is left"),
+    ],
+)
+def test_an_instance_may_compute_a_prompt_in_time_if_it_will_have_the_time(
+    made: InstanceRecord, tokens: int, output_tokens: float, *, expected: bool
+) -> None:
+    assert can_be_in_time(made, work(tokens), now_s=0.0, output_tokens=output_tokens) == expected
+
+
+def test_a_prompt_that_is_longer_than_one_stall_is_not_deflected_later() -> None:
+    slow = work(1_400)._replace(deadline_s=9.0)
+    fits, too_long = (
+        can_be_in_time(decode_instance(), request, now_s=0.0, output_tokens=OUTPUT)
+        for request in (slow._replace(prompt_tokens=1_300), slow)
+    )
+    assert (fits, too_long) == (True, False)
+
+
+def test_a_retried_request_without_any_instance_fails_behind_a_late_one() -> None:
+    fleet = FakeFleet([instance("d1"), instance("d2")])
+    context: JourneyContext[InstanceRecord] = JourneyContext(fleet, TransferPairs())
+    context.deflects, context.waiting_room.prefill_ahead_s = True, 0.5
+    retried = Journey(context, work(TOKENS, tenant="retried")._replace(deadline_s=9.0))
+    retried.begin(0.0)
+    assert retried.decode_instance is not None
+    failed_on = retried.decode_instance.name
+    for name in ("d1", "d2"):
+        fleet[name].ledger.add_local_prefill(tokens=0, predicted_s=3.0, now_s=0.0)
+    moved: list[Action] = []
+    retried.on_moved = moved.append
+    retried.decode_failed(0.1, Failure.STATUS, status=500)
+    Journey(context, work(950, tenant="late", priority=1)).begin(0.2)
+    context.waiting_room.tick(1.5)
+    fleet.instances = tuple(i for i in fleet.instances if i.name == failed_on)
+    context.waiting_room.tick(1.6)
+    assert moved == [Action.FAIL]
 
 
 def test_a_cached_prompt_does_not_pass_a_late_request_that_waits_for_prefill() -> None:

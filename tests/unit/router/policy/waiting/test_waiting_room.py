@@ -26,7 +26,7 @@ from fulcrum_router.policy.journey.context import SHED_BACKOFF_S
 from fulcrum_router.policy.ledger import Ledger
 from fulcrum_router.policy.tiers.token_account import Tokens
 from fulcrum_router.policy.tiers.token_counters import MAX_IDLE_TENANTS
-from fulcrum_router.policy.waiting.leaving_round import MAX_HELD_LINES
+from fulcrum_router.policy.waiting.leaving_round import MAX_HELD_LINES, MAX_LATE
 from fulcrum_router.policy.waiting.level import AGEING_FACTOR, MAX_HOLD_S
 from fulcrum_router.policy.waiting.line import LATE_EVERY
 from fulcrum_router.policy.waiting.waiter import LeaveResult
@@ -56,6 +56,7 @@ class FakeWaiter:
     tier: str = ""
     asked: int = 0
     raises: bool = False
+    too_long: bool = False
     prefill_full: bool = False
     """All prefill instances have enough work, and decode instances have time to spare."""
     due: bool | None = None
@@ -76,6 +77,8 @@ class FakeWaiter:
         self.due = due
         if self.raises:
             raise RuntimeError
+        if self.too_long and not late:
+            return LeaveResult.LATE
         if not self.fits or not self.places[0]:
             return LeaveResult.BLOCKED
         if not late and now_s > self.deadline_s:
@@ -114,6 +117,7 @@ class Crowd:
         tenant: str = "",
         tier: str = "",
         gives_up: bool = False,
+        too_long: bool = False,
     ) -> FakeWaiter:
         waiter = FakeWaiter(
             self.room,
@@ -126,6 +130,7 @@ class Crowd:
             priority=priority,
             tenant=tenant,
             tier=tier,
+            too_long=too_long,
         )
         give_up_at_s = waiter.deadline_s if gives_up else math.inf
         assert self.room.join(waiter, prefill_s=0.5, give_up_at_s=give_up_at_s)
@@ -335,9 +340,35 @@ def test_only_deflected_requests_pass_a_late_one_that_waits_for_prefill() -> Non
 
 def test_a_late_request_that_excludes_instances_stops_only_late_ones_with_its_exclusion() -> None:
     crowd = Crowd()
-    crowd.join(1.0, slo_s=1.0, excludes="p1").prefill_full = True
+    crowd.join(1.0, slo_s=1.0, excludes="p1", priority=1).prefill_full = True
+    crowd.join(88.0, excludes="p1")
     crowd.join(89.0)
-    assert crowd.open(2, now_s=90.0) == [89.0]
+    assert crowd.open(2, now_s=90.0) == [88.0, 89.0]
+
+
+def test_a_round_moves_a_bounded_number_of_requests_to_the_late_ones_before_their_deadline() -> None:
+    """Each asks all instances: thousands at once would stop the router for seconds."""
+    crowd = Crowd()
+    waiters = [crowd.join(1.0 + n / 1_000, too_long=True) for n in range(2 * MAX_LATE)]
+    asked = []
+    for _ in range(3):
+        crowd.open(0, now_s=2.0)
+        asked.append(sum(waiter.asked for waiter in waiters))
+    assert asked == [MAX_LATE, 2 * MAX_LATE, 2 * MAX_LATE + 1]
+
+
+def test_rounds_in_which_nobody_leaves_take_no_memory() -> None:
+    crowd = Crowd()
+    crowd.places[0] = 5
+    for tenant in ("a", "b"):
+        crowd.join(1.0, slo_s=math.inf, tenant=tenant, excludes="x", fits=False)
+    crowd.join(1.0, slo_s=math.inf, tenant="b").reserved = True
+    sizes = []
+    for _ in range(2):
+        for _ in range(1_000):
+            crowd.room.reconsider(2.0)
+        sizes.append(sum(map(len, crowd.room._find_level(0)._heaps.values())))
+    assert sizes[1] <= sizes[0] < 200
 
 
 def test_prefill_work_of_late_requests_is_not_in_front_of_a_newcomer() -> None:
