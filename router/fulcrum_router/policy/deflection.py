@@ -63,11 +63,12 @@ def is_at_risk(work: Work, *, ends_at_s: float) -> bool:
     return not ends_at_s <= work.deadline_s - RISK_SHARE * work.slo.ttft_s
 
 
-def can_be_in_time(instance: InstanceRecord, work: Work, *, now_s: float, output_tokens: float) -> bool:
-    """Whether an instance may still compute the prompt in time, after what it computes and catches up with.
+def can_deflect_in_time(instance: InstanceRecord, work: Work, *, now_s: float, output_tokens: float) -> bool:
+    """Whether an instance will have time for the prompt before its deadline, if not yet.
 
-    Beside what `choose_deflection` asks for, this leaves out what may be otherwise a moment later: the batch,
-    room in the KV cache, and first tokens that are due. `output_tokens`: mean answer.
+    It must end the prompts it has, and catch up with its decodes. The batch, room in the KV cache and first
+    tokens that are due do not count, unlike in `choose_deflection`: they change from moment to moment.
+    `output_tokens` is the mean answer.
     """
     ledger, tpot_s, compute_s = instance.ledger, work.slo.tpot_s, _predict_compute_s(instance, work)
     longest_s = min(STALL_MAX * tpot_s, find_stalls_max_s(tpot_s=tpot_s, output_tokens=output_tokens))

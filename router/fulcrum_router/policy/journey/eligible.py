@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 
 from fulcrum_router.policy.candidates import V
-from fulcrum_router.policy.deflection import Deflection, can_be_in_time, choose_deflection, is_at_risk
+from fulcrum_router.policy.deflection import Deflection, can_deflect_in_time, choose_deflection, is_at_risk
 from fulcrum_router.policy.dispatch import (
     Dispatch,
     DispatchDecision,
@@ -256,7 +256,7 @@ class EligibleInstances(JourneyRecord[V]):
             return False
         output_tokens = self._context.demand.lengths.mean_served
         return any(
-            can_be_in_time(i, work, now_s=now_s, output_tokens=output_tokens)
+            can_deflect_in_time(i, work, now_s=now_s, output_tokens=output_tokens)
             for i in self._context.fleet.candidates.decode
             if i.name not in self._failed_decode
         )

@@ -28,6 +28,7 @@ class LeavingRound:
         self._blocked: set[RowKey] = set()
         """Rows of which no request can leave now."""
         self._late_left = MAX_LATE
+        """How many more requests may become late before their deadline."""
         self._set_aside: list[tuple[Level, Line]] = []
         self._held_lines: dict[tuple[Level, str], int] = {}
         """How many lines of a tier were asked and held."""

@@ -15,7 +15,7 @@ from collections.abc import Collection, Hashable
 from fulcrum_router.policy.waiting.waiter import Waiter
 
 LATE_EVERY = 32
-"""While late requests of a tenant wait, one of so many that leave for prefill is late."""
+"""While late requests of a tenant wait, one of so many that leave at their turn is late."""
 
 LineKey = tuple[str, str]
 """Tenant and tier."""

@@ -9,7 +9,7 @@ from fulcrum_core.deflection import MIXED_FACTOR, TPOT_SHARE, find_longest_promp
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_core.values import AdmissionMode, Role
 from fulcrum_router.policy import TransferPairs
-from fulcrum_router.policy.deflection import CAUGHT_UP_WITHIN_S, can_be_in_time, choose_deflection
+from fulcrum_router.policy.deflection import CAUGHT_UP_WITHIN_S, can_deflect_in_time, choose_deflection
 from fulcrum_router.policy.dispatch import FlipProposalRules
 from fulcrum_router.policy.faults.failures import Failure
 from fulcrum_router.policy.instance_record import InstanceRecord
@@ -431,13 +431,13 @@ def test_a_request_is_not_late_because_decode_has_no_time_at_this_moment() -> No
 def test_an_instance_may_compute_a_prompt_in_time_if_it_will_have_the_time(
     made: InstanceRecord, tokens: int, output_tokens: float, *, expected: bool
 ) -> None:
-    assert can_be_in_time(made, work(tokens), now_s=0.0, output_tokens=output_tokens) == expected
+    assert can_deflect_in_time(made, work(tokens), now_s=0.0, output_tokens=output_tokens) == expected
 
 
 def test_a_prompt_that_is_longer_than_one_stall_is_not_deflected_later() -> None:
     slow = work(1_400)._replace(deadline_s=9.0)
     fits, too_long = (
-        can_be_in_time(decode_instance(), request, now_s=0.0, output_tokens=OUTPUT)
+        can_deflect_in_time(decode_instance(), request, now_s=0.0, output_tokens=OUTPUT)
         for request in (slow._replace(prompt_tokens=1_300), slow)
     )
     assert (fits, too_long) == (True, False)
