@@ -4,8 +4,9 @@ They measure what flips gain. Of the first pair, one mix is nearly all prefill w
 decode work. At factor 1, each needs about half of eight `l70-h100-tp4` instances (W_P + W_D of bound B1): the
 best split changes, and the total work hardly does. The workloads `code-chat-…` use a second pair, code
 completion and chat. The lengths of both pairs are 2 to 6 times those of the recorded traffic: fewer requests
-for the same work. The lengths of the third pair, `documents-reasoning-…`, are our own choice: long documents
-with short answers, and short questions with long answers.
+for the same work. The lengths of two more pairs are our own choice: `documents-reasoning-…`, long documents
+with short answers and short questions with long ones, and `agents-writing-…`, contexts of agents that answer
+with a call of a tool, and texts that are written on demand.
 
 The workloads `tiers…` measure admission. Tenants of three tiers send code and chat. In `tiers-flood` and
 `tiers-prompt-flood`, one more tenant of the lowest tier overloads the service in the middle third. `fulcrum
@@ -47,6 +48,17 @@ _REASONING = TrafficMix(
     LengthDistribution.with_mean(2500, sigma=0.7, max_tokens=16384),
 )
 _DOCUMENTS_RPS, _REASONING_RPS = 4.2, 5.7
+_AGENTS = TrafficMix(
+    "agents",
+    LengthDistribution.with_mean(6000, sigma=0.6, max_tokens=20000),
+    LengthDistribution.with_mean(150, sigma=0.9, max_tokens=2048),
+)
+_WRITING = TrafficMix(
+    "writing",
+    LengthDistribution.with_mean(400, sigma=0.9, max_tokens=4096),
+    LengthDistribution.with_mean(2000, sigma=0.5, max_tokens=8192),
+)
+_AGENTS_RPS, _WRITING_RPS = 7.2, 11.0
 
 
 def _alternate(
@@ -113,6 +125,7 @@ def mix_tiers(
 _PROMPTS_AND_ANSWERS = (_LONG_PROMPTS, _LONG_PROMPTS_RPS), (_LONG_ANSWERS, _LONG_ANSWERS_RPS)
 _CODE_AND_CHAT = (_CODE, _CODE_RPS), (_CHAT, _CHAT_RPS)
 _DOCUMENTS_AND_REASONING = (_DOCUMENTS, _DOCUMENTS_RPS), (_REASONING, _REASONING_RPS)
+_AGENTS_AND_WRITING = (_AGENTS, _AGENTS_RPS), (_WRITING, _WRITING_RPS)
 _ALWAYS = (0.0, 1.0)
 _TENANTS = (
     ("premium", 10, "acme", 0.1, _ALWAYS),
@@ -149,6 +162,9 @@ COMPOSED: Mapping[str, Callable[[float, int], list[WorkloadRequest]]] = MappingP
         "documents-reasoning-stationary": _blend(
             *_DOCUMENTS_AND_REASONING, lambda _at_s: 0.5, duration_s=900.0
         ),
+        "agents-writing-phases-150s": _alternate(*_AGENTS_AND_WRITING, phase_s=150.0, duration_s=1200.0),
+        "agents-writing-drift": _blend(*_AGENTS_AND_WRITING, _triangle(1000.0), duration_s=1000.0),
+        "agents-writing-stationary": _blend(*_AGENTS_AND_WRITING, lambda _at_s: 0.5, duration_s=700.0),
     }
 )
 """Generators by workload name. Called with a rate factor and a seed; returns requests in order of arrival."""
