@@ -102,8 +102,17 @@ def compile_packages(program: Program | None = None) -> Path:
                     ignore=shutil.ignore_patterns("__pycache__"),
                     dirs_exist_ok=True,
                 )
-            library.replace(folder)  # atomic: another process may compile the same sources
+            _publish(library, folder)
     return folder
+
+
+def _publish(library: Path, folder: Path) -> None:
+    """Move what was compiled to its place, unless another process has compiled the same sources meanwhile."""
+    try:
+        library.replace(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
 
 
 def list_libraries(folder: Path) -> list[Path]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.paths import ROOT
+from tools.compiled import build
 from tools.compiled.build import Program, describe_router, describe_simulator, read_modules
 
 PROGRAMS = [
@@ -49,3 +50,23 @@ def test_compiled_modules_await_nothing_while_they_handle_an_exception(module: s
     handling = chain.from_iterable((*node.handlers, *node.finalbody) for node in tries)
     waits = (ast.Await, ast.Yield, ast.YieldFrom, ast.AsyncWith, ast.AsyncFor)
     assert [inner.lineno for node in handling for inner in ast.walk(node) if isinstance(inner, waits)] == []
+
+
+def test_sources_that_another_process_has_compiled_meanwhile_are_not_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "ROOT", tmp_path)
+    compiled = tmp_path / ".cache" / "compiled"
+
+    def compile_second(_modules: tuple[str, ...], scratch: Path) -> None:
+        (scratch / "lib").mkdir()
+        (scratch / "lib" / "mine.so").touch()
+        other = compiled / build._hash_inputs(Program((), ()))
+        other.mkdir()
+        (other / "theirs.so").touch()
+
+    monkeypatch.setattr(build, "_compile", compile_second)
+    monkeypatch.setattr(build, "SETTINGS", ())
+    folder = build.compile_packages(Program((), ()))
+    assert [path.name for path in build.list_libraries(folder)] == ["theirs.so"]
+    assert list(compiled.iterdir()) == [folder]
