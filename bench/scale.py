@@ -94,7 +94,7 @@ def make_state(count: int, at_s: float) -> RouterState:
                 engine_read_at_s=at_s,
                 reserved_tokens=0,
                 decode_is_full=False,
-                engine_waiting=0,
+                max_seqs=256,
                 kv_capacity_tokens=430_000,
                 itl_intercept_s=0.017,
                 itl_slope_s=5e-8,

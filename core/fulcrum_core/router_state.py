@@ -54,8 +54,9 @@ class InstanceState(_WireModel):
     reserved_tokens: int = Field(
         default=0, description="KV tokens of prompts that are computed elsewhere and will be decoded here."
     )
-    engine_waiting: int | None = Field(
-        default=None, description="Requests that wait in the engine, by its count; None: not reported."
+    max_seqs: int | None = Field(
+        default=None,
+        description="Requests that the engine decodes together, as full batches have shown; None: not known.",
     )
     decode_is_full: bool = Field(
         default=False,

@@ -13,7 +13,6 @@ need not move. `decide` calls it at ticks; it ignores flip requests.
 import math
 from dataclasses import dataclass, replace
 
-from fulcrum_autoscaler.policy.batch_limit import UNKNOWN_LIMIT, BatchLimit
 from fulcrum_autoscaler.policy.decisions import DecisionAction, FlipDecision, RejectedInstance, hold
 from fulcrum_autoscaler.policy.decode_correction import NO_CORRECTION, DecodeCorrection
 from fulcrum_autoscaler.policy.forecast import DemandSample, add_sample, compute_rates
@@ -60,7 +59,6 @@ class BalanceState:
     """Time of the router's state up to which regret was added up; None: a new sum begins."""
     to: Role | None = None
     """Role that gains instances in the move that the regret was added up for."""
-    batch_limit: BatchLimit = UNKNOWN_LIMIT
     correction: DecodeCorrection = NO_CORRECTION
     slowdown: float = 1.0
     """Decode steps as a multiple of what the latency models say, averaged over time."""
@@ -83,7 +81,6 @@ def decide_balance(
         state,
         samples=add_sample(state.samples, observation.router),
         weighed_at_s=at_s,
-        batch_limit=state.batch_limit.observe(decode),
         slowdown=_average_slowdown(state.slowdown, observation, seconds),
     )
     prefill_count, decode_count = len(observation.serving_states(Role.PREFILL)), len(decode)
@@ -91,13 +88,7 @@ def decide_balance(
     if rates is None or not prefill_count or not decode_count:
         state = replace(state, paid=0.0, correction=NO_CORRECTION)
         return state, hold(observation, "the demand is not known yet", now_s=now_s)
-    need = measure_need(
-        observation,
-        rates,
-        rules.slo,
-        sequences_max=state.batch_limit.requests,
-        slowdown=state.slowdown,
-    )
+    need = measure_need(observation, rates, rules.slo, slowdown=state.slowdown)
     if need is None:
         held = hold(observation, "no latency model is known yet", now_s=now_s)
         return replace(state, paid=0.0, correction=NO_CORRECTION), replace(held, forecast=rates)

@@ -6,7 +6,7 @@ With P prefill and D decode instances, S_T and S_D the objectives, and a horizon
     TTFT       (max(0, Q + (A - P)·H) / P + T) / S_T     Q: prefill work queued, T: that of a mean request
     TPOT       x / (0.8·MT)                 x: KV tokens per instance, MT: tokens whose step takes S_D
     KV cache   x / (0.9·capacity)           capacity: KV tokens that fit one instance
-    sequences  requests per instance / those that an engine decodes together (`batch_limit`)
+    sequences  requests per instance / those that an engine decodes together, where known
     held       decode instances now / D, while requests of lower tiers wait in the router for room in decode
 
 The KV tokens follow from the tokens R of the requests in flight, of those in the prefill queue only as many
@@ -59,7 +59,7 @@ class Need:
     kv_capacity_tokens: float
     itl_s: float
     """Inter-token latency now: measured, or as predicted for the tokens in flight."""
-    sequences_max: float
+    max_seqs: float
     """Requests that an engine decodes together; infinite: not known."""
     full_decode_instances: int = 0
     """Decode instances now, if requests wait in the router for room in decode; else 0."""
@@ -107,9 +107,7 @@ def measure_slowdown(observation: Observation) -> float:
     return measured_s / predicted_s if predicted_s > 0 else 1.0
 
 
-def measure_need(
-    observation: Observation, rates: Rates, slo: Slo, *, sequences_max: float, slowdown: float
-) -> Need | None:
+def measure_need(observation: Observation, rates: Rates, slo: Slo, *, slowdown: float) -> Need | None:
     """Add up the states of the serving instances; None if the latency models are not known.
 
     A model that says too little would call a split good while its decodes miss their objective: a `slowdown`
@@ -138,7 +136,7 @@ def measure_need(
         itl_slope_s=slope_s,
         kv_capacity_tokens=math.inf if capacity is None else capacity,
         itl_s=itl_s,
-        sequences_max=sequences_max,
+        max_seqs=math.fsum(math.inf if s.max_seqs is None else s.max_seqs for s in decode) / len(decode),
         full_decode_instances=len(decode) if any(s.decode_is_full for s in decode) else 0,
     )
 
@@ -189,7 +187,7 @@ def _score_share(
             "TTFT": (backlog_s + mean_s) / slo.ttft_s,
             "TPOT": tokens / (BATCH_FULL * max(1.0, need.max_tokens - lost_tokens)),
             "KV cache": tokens / (KV_USE_MAX * need.kv_capacity_tokens),
-            "sequences": sequences / need.sequences_max,
+            "sequences": sequences / need.max_seqs,
             "held": need.full_decode_instances / decode,
         },
         deflected_share=share,

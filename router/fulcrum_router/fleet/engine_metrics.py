@@ -88,6 +88,12 @@ def _add(one: float | None, other: float | None) -> float | None:
     return None if one is None or other is None else one + other
 
 
+def read_running_count(text: bytes) -> int | None:
+    """Read the number of requests that run in an engine; None if the exposition does not contain it."""
+    running = sum_samples(text, _RUNNING)
+    return None if running is None else int(running)
+
+
 def read_waiting_count(text: bytes) -> int | None:
     """Read the number of requests that wait in an engine; None if the exposition does not contain it."""
     waiting = sum_samples(text, _WAITING)

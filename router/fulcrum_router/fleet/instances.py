@@ -64,9 +64,7 @@ class Instance(LearningInstance):
         "cache_salt",
         "connection_pool",
         "decode_header",
-        "engine_read_at_s",
         "engine_requests",
-        "engine_waiting",
         "expired_transfers",
         "former_pools",
         "health",
@@ -112,16 +110,12 @@ class Instance(LearningInstance):
         self.health = Health()
         self.connection_pool: ConnectionPool | None = None
         self.former_pools: list[ConnectionPool] = []  # of earlier endpoints, with legs in flight
-        self.engine_waiting: int | None = None
-        """Requests that wait in the engine for a place or for KV blocks; None: not reported."""
+        self.engine_requests: int | None = None
+        """Running and waiting requests as the engine reports them, whoever sent them; None: not reported."""
         self.wait_causes = WaitCauses()
         """What the requests that wait in the engine wait for."""
         self.expired_transfers: float | None = None
         """Transfers that expired on the engine since its start, as last read."""
-        self.engine_requests: int | None = None
-        """Running and waiting requests as the engine reports them, whoever sent them; None: not reported."""
-        self.engine_read_at_s = 0.0
-        """Unix time at which `engine_requests` was requested."""
         self.tokens_computed: float | None = None
         """Prompt and output tokens that the engine has computed since its start; None: not reported."""
         self.progress_at_s = 0.0
@@ -150,7 +144,8 @@ class Instance(LearningInstance):
         self.error_share = 0.0
         self.missed_probes = 0
         self.itl_s = self.kv_usage = self.expired_transfers = None
-        self.engine_waiting = self.kv_capacity_tokens = self.context_tokens = None
+        self.engine_running = self.engine_waiting = None
+        self.kv_capacity_tokens = self.context_tokens = None
         self.reports_cached_tokens, self.cache_salt, self.reported_block_size = False, "", None
         self.incoming_transfers = IncomingTransfers()
         self.tokens_computed, self.progress_at_s, self.answered_at_s = None, 0.0, None

@@ -2,7 +2,7 @@
 
 An ejected instance gets requests for `/health` instead, at growing intervals. `EngineProber.run` also calls
 `outliers`, which judges the instances that respond. What was read is stored in the instance, and teaches its
-latency model of decode.
+latency model of decode. Full batches show how many requests an engine decodes together (`batch_limit`).
 
 The metrics hold what the data path cannot measure: inter-token latency of requests that are not streamed, KV
 cache use and size, expired KV transfers, and the requests of other routers. They also show that an engine has
@@ -28,6 +28,7 @@ from fulcrum_router.fleet.engine_metrics import (
     read_context_tokens,
     read_kv_capacity,
     read_request_count,
+    read_running_count,
     read_tokens_computed,
     read_wait_causes,
     read_waiting_count,
@@ -38,6 +39,7 @@ from fulcrum_router.http1.failures import Failure, LegFailed
 from fulcrum_router.http1.upstream import ConnectionPool
 from fulcrum_router.observe.outliers import OutlierDetector
 from fulcrum_router.policy.intervals import PROBE_INTERVAL_S
+from fulcrum_router.policy.predictions.batch_limit import BatchLimits
 
 log = structlog.get_logger()
 
@@ -87,6 +89,7 @@ class EngineProber:
     ) -> None:
         self._fleet, self._on_ejection, self._on_death = fleet, on_ejection, on_death
         self._outliers = OutlierDetector(fleet, on_ejection=on_ejection)
+        self._batch_limits = BatchLimits()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -95,6 +98,7 @@ class EngineProber:
             while True:
                 self._sync_tasks()
                 self._outliers.tick(time.monotonic())
+                self._batch_limits.observe(self._fleet.instances, now_s=time.monotonic())
                 await asyncio.sleep(PROBE_INTERVAL_S / 4)
         finally:
             for task in self._tasks.values():
@@ -163,13 +167,12 @@ class EngineProber:
         instance.record_progress(tokens, now_s=time.monotonic())
         instance.answered_at_s = began_s
         instance.kv_usage = sum_samples(text, KV_USAGE)
-        instance.engine_waiting, instance.kv_capacity_tokens = (
-            read_waiting_count(text),
-            read_kv_capacity(text),
-        )
+        instance.kv_capacity_tokens = read_kv_capacity(text)
+        instance.engine_running, instance.engine_waiting = read_running_count(text), read_waiting_count(text)
         causes = read_wait_causes(text)
         if causes is not None:
             instance.wait_causes.record(fetching=causes[0], queued=causes[1])
+            instance.engine_waiting = int(causes[1])
         instance.expired_transfers = sum_samples(text, EXPIRED_TRANSFERS)
         _update_block_size(instance, text)
         if previous is None and instance.context_tokens is None:
@@ -182,7 +185,7 @@ class EngineProber:
         if instance.connection_pool is not pool:
             return  # the endpoint changed during the request: another engine failed
         instance.itl_s = instance.kv_usage = instance.engine_requests = None
-        instance.engine_waiting = None
+        instance.engine_running = instance.engine_waiting = None
         if failure is Failure.NO_SOCKET:
             return  # of the router, which says nothing about the engine
         if failure is Failure.TIMEOUT and pool.last_streamed_s > began_s:

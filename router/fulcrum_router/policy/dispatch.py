@@ -16,9 +16,10 @@ the cheapest of all is the fallback.
 
 Decode legs whose prompt is still computed have a reservation on their decode instance, which counts like
 their tokens. A request that does not fit into the KV cache with all of these does not pass the check of
-decode; the time that it waits for room is added to the first part. An instance whose legs have failed has
-the expected loss of time added to the first part. KV transfers count, too: the least transfer time of a
-prefill instance is added to its TTFT, the extra time of the pair to the first part of a decode instance.
+decode; the time that it waits for room is added to the first part. So is the time that it waits for a place
+where its engine decodes no more requests together, but such an instance may pass. An instance whose legs have
+failed has the expected loss of time added to the first part. KV transfers count, too: the least transfer time
+of a prefill instance is added to its TTFT, the extra time of the pair to the first part of a decode instance.
 Equal costs: the instance with fewer decode legs is chosen, then the first by name.
 
 The journey (`journey.choices`) calls both functions, and enters the choice in the ledgers. Nothing is changed
@@ -102,6 +103,8 @@ KV_ENGINE_FULL: Final = 0.95
 KV_TURNOVER_S: Final = 10.0
 """Rough time in which an engine frees as many tokens as its KV cache holds. It ranks full instances by how
 full they are, and lets a full one rank behind one with some prefill work."""
+BATCH_TURNOVER_S: Final = 30.0
+"""Rough time in which an engine ends as many requests as it decodes together: that of an answer."""
 _UNKNOWN_COST: Final = math.inf
 """Replaces a NaN cost (the only value that differs from itself): NaN cannot be ordered, so it ranks last."""
 
@@ -371,12 +374,16 @@ def compute_decode_cost(instance: InstanceRecord, tokens: int, tpot_s: float, no
         prefill_s += ledger.remaining_s(now_s)
     if prefill_s != prefill_s:
         prefill_s = _UNKNOWN_COST
-    capacity = instance.kv_capacity_tokens
+    capacity, max_seqs = instance.kv_capacity_tokens, instance.max_seqs
     if capacity and batch > KV_ENGINE_FULL * capacity:
         room_s = KV_TURNOVER_S * (batch / capacity - KV_ENGINE_FULL)
         prefill_s += room_s
         if excess_s < room_s:
             excess_s = room_s
+    if max_seqs:
+        waiting = ledger.decode_legs + ledger.reservations + 1 - max_seqs
+        if waiting > 0:
+            prefill_s += BATCH_TURNOVER_S * waiting / max_seqs
     return (prefill_s, excess_s, ledger.decode_legs)
 
 

@@ -15,6 +15,9 @@ class InstanceRecord:
     __slots__ = (
         "context_tokens",
         "decode_model",
+        "engine_read_at_s",
+        "engine_running",
+        "engine_waiting",
         "error_share",
         "identity",
         "itl_s",
@@ -22,6 +25,7 @@ class InstanceRecord:
         "kv_lease_s",
         "kv_usage",
         "ledger",
+        "max_seqs",
         "name",
         "on_cpu",
         "pool",
@@ -57,6 +61,15 @@ class InstanceRecord:
         """Used fraction of the engine's KV cache; None: not reported."""
         self.kv_capacity_tokens: int | None = None
         """Tokens that the engine's KV cache holds; None: not reported."""
+        self.engine_running: int | None = None
+        """Requests that run in the engine, whoever sent them; None: not reported."""
+        self.engine_waiting: int | None = None
+        """Requests that wait in the engine for a place or for KV blocks; None: not reported. Those whose KV
+        is on its way do not count if the engine tells them apart."""
+        self.engine_read_at_s = 0.0
+        """Unix time at which these counts were requested (simulated: time of the run)."""
+        self.max_seqs: int | None = None
+        """Requests that the engine decodes together, by `batch_limit`; None: not known."""
         self.kv_lease_s = KV_LEASE_S
         """Time for which the engine keeps KV that is not fetched, in seconds; a start-up option."""
         self.context_tokens: int | None = None

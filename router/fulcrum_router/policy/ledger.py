@@ -42,6 +42,7 @@ class Ledger:
         "prefill_legs",
         "prefill_queued_s",
         "prefill_tokens",
+        "reservations",
         "reserved_tokens",
         "shared_legs",
         "shared_tokens",
@@ -69,8 +70,8 @@ class Ledger:
         """Decode legs of streams whose prompt another instance computed, without a first token yet: when it
         is due at the client, and the priority of the tier."""
         self.pending_transfers = 0
-        self.reserved_tokens = 0
-        """KV tokens of prompts that are computed elsewhere and will be decoded here."""
+        self.reservations = self.reserved_tokens = 0
+        """Prompts that are computed elsewhere and will be decoded here, and their KV tokens."""
         self._prefills: OrderedDict[PrefillEntry, None] = OrderedDict()
         """Prompts in flight, in the order of arrival."""
         self._oldest: PrefillEntry | None = None
@@ -312,6 +313,7 @@ class Reservation:
     def __init__(self, ledger: Ledger, tokens: int) -> None:
         self._ledger: Ledger | None = ledger
         self._tokens = tokens
+        ledger.reservations += 1
         ledger.reserved_tokens += tokens
 
     def release(self) -> None:
@@ -319,6 +321,7 @@ class Reservation:
         ledger = self._ledger
         if ledger is not None:
             self._ledger = None
+            ledger.reservations -= 1
             ledger.reserved_tokens -= self._tokens
 
 

@@ -23,9 +23,7 @@ class RoutedInstance:
 
     __slots__ = (
         "_batch_tokens",
-        "engine_read_at_s",
         "engine_requests",
-        "engine_waiting",
         "instance",
         "record",
     )
@@ -47,9 +45,6 @@ class RoutedInstance:
         self.instance, self.record = instance, record
         self._batch_tokens = 0
         self.engine_requests: int | None = None
-        self.engine_waiting: int | None = None
-        """Requests that waited in the engine at the last probe, at `engine_read_at_s`."""
-        self.engine_read_at_s = 0.0
 
     @property
     def pool(self) -> str:
@@ -74,13 +69,14 @@ class RoutedInstance:
     def probe(self, now_s: float) -> None:
         """Read the engine's counts and its inter-token latency of the last interval, and learn from it."""
         record = self.record
-        self.engine_read_at_s = now_s
+        record.engine_read_at_s = now_s
         if not self.instance.alive:
             record.itl_s, self._batch_tokens = None, 0
-            record.kv_usage = self.engine_requests = self.engine_waiting = None
+            record.kv_usage = self.engine_requests = record.engine_running = record.engine_waiting = None
             return
         gauges = self.instance.read_gauges()
-        record.kv_usage, self.engine_waiting = gauges.kv_usage, gauges.waiting
+        record.kv_usage, record.engine_running = gauges.kv_usage, gauges.running
+        record.engine_waiting = gauges.waiting_capacity + gauges.fetch_completed_waiting
         self.engine_requests = gauges.running + gauges.waiting
         samples = self.instance.take_samples().itl_s
         itl_s = sum(samples) / len(samples) if samples else None
@@ -112,10 +108,10 @@ class RoutedInstance:
             itl_s=record.itl_s,
             kv_usage=record.kv_usage,
             engine_requests=self.engine_requests,
-            engine_read_at_s=self.engine_read_at_s,
+            engine_read_at_s=record.engine_read_at_s,
             reserved_tokens=ledger.reserved_tokens,
             decode_is_full=decode_is_full and record.role is Role.DECODE,
-            engine_waiting=self.engine_waiting,
+            max_seqs=record.max_seqs,
             kv_capacity_tokens=record.kv_capacity_tokens,
             itl_intercept_s=record.decode_model.intercept,
             itl_slope_s=record.decode_model.slope,

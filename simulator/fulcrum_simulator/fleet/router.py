@@ -23,6 +23,7 @@ from fulcrum_router.policy.intervals import CANARY_IDLE_S, PROBE_INTERVAL_S
 from fulcrum_router.policy.journey import JourneyContext
 from fulcrum_router.policy.ledger import DecodeEntry
 from fulcrum_router.policy.newest_flip_requests import NewestFlipRequests
+from fulcrum_router.policy.predictions.batch_limit import BatchLimits
 from fulcrum_router.policy.predictions.learned_models import collect_models, compute_suitability
 from fulcrum_router.policy.predictions.learning import LearningInstance
 from fulcrum_router.policy.prefix_index import NO_PREFIX
@@ -101,6 +102,7 @@ class SimulatedRouter:
         self.fleet = RoutedFleet(instances)
         self.generation = 1
         self.flip_requests = NewestFlipRequests()
+        self._batch_limits = BatchLimits()
         self.samples: list[Sample] = []
         """The fleet once a second."""
         self.on_flip_request: Callable[[], None] = lambda: None
@@ -156,6 +158,7 @@ class SimulatedRouter:
     def _probe(self) -> None:
         for routed in self.fleet.instances:
             routed.probe(self.events.now_s)
+        self._batch_limits.observe(self.fleet.records, now_s=self.events.now_s)
         self._context.pairs.refresh(self.fleet.records, now_s=self.events.now_s)
         waiting = len(self._context.waiting_room.members)
         self.samples.append(take_sample(self.fleet.instances, waiting, self.events.now_s))

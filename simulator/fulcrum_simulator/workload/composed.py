@@ -4,9 +4,9 @@ They measure what flips gain. Of the first pair, one mix is nearly all prefill w
 decode work. At factor 1, each needs about half of eight `l70-h100-tp4` instances (W_P + W_D of bound B1): the
 best split changes, and the total work hardly does. The workloads `code-chat-…` use a second pair, code
 completion and chat. The lengths of both pairs are 2 to 6 times those of the recorded traffic: fewer requests
-for the same work. The lengths of two more pairs are our own choice: `documents-reasoning-…`, long documents
-with short answers and short questions with long ones, and `agents-writing-…`, contexts of agents that answer
-with a call of a tool, and texts that are written on demand.
+for the same work. The lengths of three more pairs are our own choice: `documents-reasoning-…`, long documents
+with short answers and short questions with long ones; `agents-writing-…`, contexts of agents that answer
+with a call of a tool, and texts that are written on demand; `summaries-translation-…`, which differ less.
 
 The workloads `tiers…` measure admission. Tenants of three tiers send code and chat. In `tiers-flood` and
 `tiers-prompt-flood`, one more tenant of the lowest tier overloads the service in the middle third. `fulcrum
@@ -59,6 +59,17 @@ _WRITING = TrafficMix(
     LengthDistribution.with_mean(2000, sigma=0.5, max_tokens=8192),
 )
 _AGENTS_RPS, _WRITING_RPS = 7.2, 11.0
+_SUMMARIES = TrafficMix(
+    "summaries",
+    LengthDistribution.with_mean(5000, sigma=0.5, max_tokens=16384),
+    LengthDistribution.with_mean(350, sigma=0.5, max_tokens=2048),
+)
+_TRANSLATION = TrafficMix(
+    "translation",
+    LengthDistribution.with_mean(1000, sigma=0.7, max_tokens=8192),
+    LengthDistribution.with_mean(1100, sigma=0.6, max_tokens=8192),
+)
+_SUMMARIES_RPS, _TRANSLATION_RPS = 7.1, 14.7
 
 
 def _alternate(
@@ -126,6 +137,7 @@ _PROMPTS_AND_ANSWERS = (_LONG_PROMPTS, _LONG_PROMPTS_RPS), (_LONG_ANSWERS, _LONG
 _CODE_AND_CHAT = (_CODE, _CODE_RPS), (_CHAT, _CHAT_RPS)
 _DOCUMENTS_AND_REASONING = (_DOCUMENTS, _DOCUMENTS_RPS), (_REASONING, _REASONING_RPS)
 _AGENTS_AND_WRITING = (_AGENTS, _AGENTS_RPS), (_WRITING, _WRITING_RPS)
+_SUMMARIES_AND_TRANSLATION = (_SUMMARIES, _SUMMARIES_RPS), (_TRANSLATION, _TRANSLATION_RPS)
 _ALWAYS = (0.0, 1.0)
 _TENANTS = (
     ("premium", 10, "acme", 0.1, _ALWAYS),
@@ -165,6 +177,15 @@ COMPOSED: Mapping[str, Callable[[float, int], list[WorkloadRequest]]] = MappingP
         "agents-writing-phases-150s": _alternate(*_AGENTS_AND_WRITING, phase_s=150.0, duration_s=1200.0),
         "agents-writing-drift": _blend(*_AGENTS_AND_WRITING, _triangle(1000.0), duration_s=1000.0),
         "agents-writing-stationary": _blend(*_AGENTS_AND_WRITING, lambda _at_s: 0.5, duration_s=700.0),
+        "summaries-translation-phases-120s": _alternate(
+            *_SUMMARIES_AND_TRANSLATION, phase_s=120.0, duration_s=960.0
+        ),
+        "summaries-translation-drift": _blend(
+            *_SUMMARIES_AND_TRANSLATION, _triangle(600.0), duration_s=900.0
+        ),
+        "summaries-translation-stationary": _blend(
+            *_SUMMARIES_AND_TRANSLATION, lambda _at_s: 0.5, duration_s=600.0
+        ),
     }
 )
 """Generators by workload name. Called with a rate factor and a seed; returns requests in order of arrival."""

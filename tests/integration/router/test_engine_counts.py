@@ -51,6 +51,42 @@ async def test_an_engine_that_does_not_respond_or_was_removed_counts_as_idle() -
         )
 
 
+@dataclass
+class DecodingEngine(FakeEngine):
+    """An engine whose decodes have made tokens since each earlier request for metrics."""
+
+    answered_probes: int = 0
+
+    async def _page(self, response: ResponseWriter) -> None:
+        self.answered_probes += 1
+        counts = self.metrics
+        self.metrics += (
+            b"vllm:inter_token_latency_seconds_sum %d\nvllm:inter_token_latency_seconds_count %d\n"
+            % (self.answered_probes, 40 * self.answered_probes)
+        )
+        await super()._page(response)
+        self.metrics = counts
+
+
+async def test_a_full_batch_shows_how_many_requests_an_engine_decodes_together() -> None:
+    async with run_router(DecodingEngine("d", metrics=counts(40, 3))) as world:
+        assert instance_state(world).max_seqs is None
+        await wait_until(lambda: instance_state(world).max_seqs == 40, "three probes of a full batch")
+        assert world.router.fleet["d"].max_seqs == 40
+
+
+async def test_requests_whose_kv_is_on_its_way_do_not_wait_for_a_place() -> None:
+    causes = (
+        b'vllm:num_requests_waiting_by_reason{reason="capacity"} 0\n'
+        b'vllm:num_requests_kv_fetch_by_stage{stage="in_progress"} 3\n'
+    )
+    engine = DecodingEngine("d", metrics=counts(40, 3) + causes)
+    async with run_router(engine) as world:
+        await wait_until(lambda: engine.answered_probes >= 5, "five probes")
+        instance = world.router.fleet["d"]
+        assert (instance.engine_running, instance.engine_waiting, instance.max_seqs) == (40, 0, None)
+
+
 def tokens(computed: int) -> bytes:
     return b"vllm:prompt_tokens_total %d\nvllm:generation_tokens_total 0\n" % computed
 

@@ -113,10 +113,28 @@ def test_the_model_of_a_step_is_scaled_up_to_what_engines_measure(
     rates = Rates(requests=0, prefill=0, output_tokens=0, token_steps=0)
     observation = make_observation(prefill("p", 0.0, **MODELS), busy)
     slowdown = measure_slowdown(observation)
-    need = measure_need(observation, rates, Slo(1.0, 0.1), sequences_max=math.inf, slowdown=slowdown)
+    need = measure_need(observation, rates, Slo(1.0, 0.1), slowdown=slowdown)
     assert need is not None
     found = need.itl_intercept_s, need.itl_slope_s, need.max_tokens
     assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        pytest.param((None, None), math.inf, id="not known"),
+        pytest.param((256, None), math.inf, id="not known of all"),
+        pytest.param((256, 64), 160, id="of two pools"),
+    ],
+)
+def test_the_batches_of_a_split_hold_what_the_router_has_found(
+    limits: tuple[int | None, int | None], expected: float
+) -> None:
+    states = [decode(f"d{number}", **MODELS, max_seqs=limit) for number, limit in enumerate(limits)]
+    rates = Rates(requests=0, prefill=0, output_tokens=0, token_steps=0)
+    need = measure_need(make_observation(prefill("p"), *states), rates, Slo(1.0, 0.1), slowdown=1.0)
+    assert need is not None
+    assert need.max_seqs == expected
 
 
 def test_models_of_prefill_instances_do_not_count() -> None:
@@ -124,7 +142,7 @@ def test_models_of_prefill_instances_do_not_count() -> None:
     idle = prefill("p", 0.0, itl_intercept_s=0.001, itl_slope_s=1e-9, kv_capacity_tokens=100_000)
     observation = make_observation(idle, decode("d", **MODELS))
     rates = Rates(requests=0, prefill=0, output_tokens=0, token_steps=0)
-    need = measure_need(observation, rates, Slo(1.0, 0.1), sequences_max=math.inf, slowdown=1.0)
+    need = measure_need(observation, rates, Slo(1.0, 0.1), slowdown=1.0)
     assert need is not None
     assert (need.itl_intercept_s, need.itl_slope_s) == (0.02, 1e-6)
 
@@ -134,7 +152,7 @@ def test_models_count_by_the_decode_legs_of_their_instances() -> None:
     flipped = decode("d-1", tokens=0, decode_legs=1, itl_intercept_s=0.01, itl_slope_s=0.0)
     observation = make_observation(prefill("p"), learned, flipped)
     rates = Rates(requests=0, prefill=0, output_tokens=0, token_steps=0)
-    need = measure_need(observation, rates, Slo(1.0, 0.1), sequences_max=math.inf, slowdown=1.0)
+    need = measure_need(observation, rates, Slo(1.0, 0.1), slowdown=1.0)
     assert need is not None
     assert need.itl_intercept_s == pytest.approx(0.019)
     assert need.itl_slope_s == pytest.approx(0.9e-6)
@@ -181,7 +199,7 @@ def make_need(**values: Any) -> Need:
         "itl_slope_s": 1e-6,
         "itl_s": 0.02,
         "kv_capacity_tokens": 100_000,
-        "sequences_max": 20,
+        "max_seqs": 20,
     }
     return Need(**usual | values)
 
@@ -200,7 +218,7 @@ def test_prompts_of_a_long_queue_need_decode_only_when_they_are_computed() -> No
         queued_s=100.0,
         reserved_tokens=1_000_000,
         max_tokens=1e9,
-        sequences_max=math.inf,
+        max_seqs=math.inf,
     )
     score = score_split(2, 2, need, Slo(1.0, 0.1), horizon_s=5.0)
     assert score.ratios["KV cache"] == pytest.approx((80_000 + 0.1 * 1_000_000) / 2 / 90_000)
@@ -217,7 +235,7 @@ LONG_ANSWERS = Rates(requests=1, prefill=3, output_tokens=1e9, token_steps=0)
 
 
 def test_decode_in_its_spare_time_adds_to_prefill_and_takes_longer_for_a_step() -> None:
-    need = make_need(rates=LONG_ANSWERS, tokens=10_000, max_tokens=80_000, sequences_max=math.inf)
+    need = make_need(rates=LONG_ANSWERS, tokens=10_000, max_tokens=80_000, max_seqs=math.inf)
     score = score_split(2, 2, need, Slo(100.0, 0.1), horizon_s=5.0, deflection=1.0)
     assert score.ratios["prefill"] == pytest.approx(3 / (2 + 0.5 * 2))
     assert score.ratios["TPOT"] == pytest.approx(5_000 / (0.8 * (0.5 * 0.1 - 0.02) / 1e-6))
@@ -225,7 +243,7 @@ def test_decode_in_its_spare_time_adds_to_prefill_and_takes_longer_for_a_step() 
 
 def test_decode_without_spare_time_computes_no_prompts() -> None:
     need = make_need(
-        rates=replace(LONG_ANSWERS, prefill=2.1), tokens=160_000, max_tokens=80_000, sequences_max=math.inf
+        rates=replace(LONG_ANSWERS, prefill=2.1), tokens=160_000, max_tokens=80_000, max_seqs=math.inf
     )
     need = replace(need, kv_capacity_tokens=1e6)
     alone, shared = (
@@ -279,7 +297,7 @@ def test_deflection_counts_if_no_split_is_good_enough_without_it(
     token_steps: float, output_tokens: float, deflects: bool, target: str
 ) -> None:
     rates = Rates(requests=100, prefill=4.4, output_tokens=output_tokens, token_steps=token_steps)
-    need = make_need(rates=rates, tokens=0, legs=0, max_tokens=80_000, sequences_max=math.inf)
+    need = make_need(rates=rates, tokens=0, legs=0, max_tokens=80_000, max_seqs=math.inf)
     _, found = find_target(4, 4, need, balanced_rules(deflects=deflects))
     assert str(found) == target
 
@@ -295,7 +313,7 @@ def test_deflection_counts_if_no_split_is_good_enough_without_it(
 )
 def test_deflection_counts_the_more_the_worse_the_best_split_is(token_steps: float, target: str) -> None:
     rates = Rates(requests=100, prefill=4.6, output_tokens=300, token_steps=token_steps)
-    need = make_need(rates=rates, tokens=0, legs=0, max_tokens=80_000, sequences_max=math.inf)
+    need = make_need(rates=rates, tokens=0, legs=0, max_tokens=80_000, max_seqs=math.inf)
     _, found = find_target(4, 4, need, balanced_rules(deflects=True))
     assert str(found) == target
 

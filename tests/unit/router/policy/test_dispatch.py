@@ -342,6 +342,55 @@ def test_a_request_waits_where_room_becomes_free_first() -> None:
     assert rounded(chosen) == least("d2", (1.6, 1.5))
 
 
+def decoding_short(name: str, *, legs: int) -> InstanceRecord:
+    """A decode instance with as many requests of one token, of which its engine decodes three together."""
+    record = instance(name)
+    for _ in range(legs):
+        record.ledger.add_decode(tokens=1)
+    record.max_seqs = 3
+    return record
+
+
+def test_an_instance_whose_batch_has_a_place_comes_first() -> None:
+    full, free = decoding_short("d1", legs=3), instance("d2", decoding=450)
+    free.max_seqs = 3
+    chosen = choose_decode(Candidates([full, free]), work(100), now_s=0.0)
+    assert rounded(chosen) == within("d2", (0, -0.0345))
+
+
+def test_a_request_waits_where_fewest_wait_for_a_place() -> None:
+    fleet = Candidates([decoding_short("d1", legs=6), decoding_short("d2", legs=5)])
+    assert rounded(choose_decode(fleet, work(100), now_s=0.0)) == within("d2", (30.0, -0.03895))
+
+
+def test_a_place_for_a_prompt_that_is_still_computed_is_taken() -> None:
+    reserved = decoding_short("d1", legs=2)
+    reserved.ledger.reserve(tokens=1)
+    chosen = choose_decode(Candidates([reserved, instance("d2", decoding=450)]), work(100), now_s=0.0)
+    assert rounded(chosen) == within("d2", (0, -0.0345))
+
+
+def test_a_full_instance_is_better_than_one_that_fails_and_than_a_long_queue_of_prompts() -> None:
+    full, failing, busy = (
+        decoding_short("d1", legs=3),
+        instance("d2", error_share=1.0),
+        instance("d3", queued_s=20.0),
+    )
+    full.max_seqs = 3
+    for _ in range(61):
+        full.ledger.add_decode(tokens=1)
+    full.max_seqs = 64
+    chosen = choose_decode(Candidates([full, failing, busy]), work(100), now_s=0.0)
+    assert rounded(chosen) == within("d1", (0.46875, -0.03836))
+
+
+def test_an_instance_without_a_known_limit_of_its_batch_always_has_a_place() -> None:
+    unknown = decoding_short("d1", legs=300)
+    unknown.max_seqs = None
+    chosen = choose_decode(Candidates([unknown, instance("d2", decoding=450)]), work(100), now_s=0.0)
+    assert rounded(chosen) == within("d1", (0, -0.036))
+
+
 def test_reservations_propose_no_flip() -> None:
     reserved = instance("d1")
     reserved.ledger.reserve(tokens=4000)
