@@ -42,8 +42,8 @@ class SteadyBatch:
 class BatchLimit:
     """What is known of the engines of one pool."""
 
-    max_seqs: float = math.inf
-    """Requests that an engine decodes together; infinite: not known, no batch was full."""
+    max_seqs: int | None = None
+    """Requests that an engine decodes together; None: not known."""
     shown_at_s: float = -math.inf
     """When a full batch last showed it, on the caller's clock."""
     steady: tuple[tuple[str, SteadyBatch], ...] = ()
@@ -60,10 +60,10 @@ class BatchLimit:
         most_running = max(map(_count_running, decode), default=0)
         full = max((batch.running for batch in steady.values() if batch.probes >= PROBES_MIN), default=0)
         known, shown_at_s = self.max_seqs, self.shown_at_s
-        if known < most_running or now_s - shown_at_s > MEMORY_S:
-            known = math.inf
-        if full and full >= most_running and (known == math.inf or full >= known):
-            known, shown_at_s = float(full), now_s
+        if known is not None and (known < most_running or now_s - shown_at_s > MEMORY_S):
+            known = None
+        if full and full >= max(most_running, known or 0):
+            known, shown_at_s = full, now_s
         return BatchLimit(known, shown_at_s, tuple(steady.items()))
 
 
@@ -111,6 +111,5 @@ class BatchLimits:
             decode = [i for i in members if i.serving and i.role is not Role.PREFILL]
             limit = known.get(pool, UNKNOWN_LIMIT).observe(decode, now_s=now_s)
             self._by_pool[pool] = limit
-            max_seqs = None if limit.max_seqs == math.inf else int(limit.max_seqs)
             for instance in members:
-                instance.max_seqs = max_seqs
+                instance.max_seqs = limit.max_seqs
