@@ -70,34 +70,16 @@ def sum_samples(text: bytes, name: bytes, *, label: bytes = b"") -> float | None
     return None
 
 
-def read_request_count(text: bytes) -> int | None:
-    """Read the number of requests that run or wait in an engine; None if the exposition lacks either."""
+def read_request_counts(text: bytes) -> tuple[int, int] | None:
+    """Read how many requests run and how many wait in an engine; None if the exposition lacks either."""
     running, waiting = sum_samples(text, _RUNNING), sum_samples(text, _WAITING)
-    total = _add(running, waiting)
-    return None if total is None else int(total)
+    return None if running is None or waiting is None else (int(running), int(waiting))
 
 
 def read_tokens_computed(text: bytes) -> float | None:
     """Read how many prompt and output tokens an engine has computed; None if either is missing."""
     prompt, output = sum_samples(text, _PROMPT_TOKENS), sum_samples(text, _OUTPUT_TOKENS)
-    return _add(prompt, output)
-
-
-def _add(one: float | None, other: float | None) -> float | None:
-    """The sum; None if one is unknown."""
-    return None if one is None or other is None else one + other
-
-
-def read_running_count(text: bytes) -> int | None:
-    """Read the number of requests that run in an engine; None if the exposition does not contain it."""
-    running = sum_samples(text, _RUNNING)
-    return None if running is None else int(running)
-
-
-def read_waiting_count(text: bytes) -> int | None:
-    """Read the number of requests that wait in an engine; None if the exposition does not contain it."""
-    waiting = sum_samples(text, _WAITING)
-    return None if waiting is None else int(waiting)
+    return None if prompt is None or output is None else prompt + output
 
 
 def read_wait_causes(text: bytes) -> tuple[float, float] | None:

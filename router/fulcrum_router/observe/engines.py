@@ -27,11 +27,9 @@ from fulcrum_router.fleet.engine_metrics import (
     read_block_size,
     read_context_tokens,
     read_kv_capacity,
-    read_request_count,
-    read_running_count,
+    read_request_counts,
     read_tokens_computed,
     read_wait_causes,
-    read_waiting_count,
     sum_samples,
 )
 from fulcrum_router.fleet.instances import Fleet, Instance
@@ -160,7 +158,7 @@ class EngineProber:
         if instance.connection_pool is not pool:
             return None  # the endpoint changed during the request: the response is from another engine
         instance.missed_probes = 0
-        instance.engine_requests, instance.engine_read_at_s = read_request_count(text), requested_at_s
+        _update_counts(instance, text, requested_at_s)
         tokens, tokens_before = read_tokens_computed(text), instance.tokens_computed
         if tokens is not None and tokens_before is not None and tokens < tokens_before:
             self._on_death(instance)  # and was started again since
@@ -168,11 +166,6 @@ class EngineProber:
         instance.answered_at_s = began_s
         instance.kv_usage = sum_samples(text, KV_USAGE)
         instance.kv_capacity_tokens = read_kv_capacity(text)
-        instance.engine_running, instance.engine_waiting = read_running_count(text), read_waiting_count(text)
-        causes = read_wait_causes(text)
-        if causes is not None:
-            instance.wait_causes.record(fetching=causes[0], queued=causes[1])
-            instance.engine_waiting = int(causes[1])
         instance.expired_transfers = sum_samples(text, EXPIRED_TRANSFERS)
         _update_block_size(instance, text)
         if previous is None and instance.context_tokens is None:
@@ -249,6 +242,16 @@ def _update_latency(instance: Instance, text: bytes, previous: LatencySums | Non
         # that has just ended would teach that tokens cost nothing, and no flip to decode would be proposed.
         instance.learn_decode(tokens=(previous.batch_tokens + sums.batch_tokens) // 2, itl_s=itl_s)
     return sums
+
+
+def _update_counts(instance: Instance, text: bytes, requested_at_s: float) -> None:
+    counts, causes = read_request_counts(text), read_wait_causes(text)
+    instance.engine_read_at_s = requested_at_s
+    instance.engine_requests = None if counts is None else sum(counts)
+    instance.engine_running, instance.engine_waiting = counts or (None, None)
+    if causes is not None:
+        instance.wait_causes.record(fetching=causes[0], queued=causes[1])
+        instance.engine_waiting = int(causes[1])
 
 
 def _update_block_size(instance: Instance, text: bytes) -> None:

@@ -9,7 +9,7 @@ from fulcrum_router.fleet.engine_metrics import (
     MAX_SAMPLE,
     read_block_size,
     read_kv_capacity,
-    read_request_count,
+    read_request_counts,
     read_tokens_computed,
     read_wait_causes,
     sum_samples,
@@ -45,16 +45,16 @@ def test_all_samples_of_one_name_are_summed(text: bytes, value: float | None) ->
 
 
 @pytest.mark.parametrize(
-    ("text", "count"),
+    ("text", "counts"),
     [
         pytest.param(
             b'vllm:num_requests_running{engine="0"} 2.0\n'
             b'vllm:num_requests_waiting{engine="0"} 1.0\n'
             b'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 1.0\n',
-            3,
+            (2, 1),
             id="running and waiting requests, each once",
         ),
-        pytest.param(b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n", 0, id="idle engine"),
+        pytest.param(b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n", (0, 0), id="idle engine"),
         pytest.param(b"vllm:num_requests_running 0\n", None, id="unknown if one of both is missing"),
         pytest.param(
             b"vllm:num_requests_running 1e308\nvllm:num_requests_waiting 1e308\n",
@@ -63,8 +63,8 @@ def test_all_samples_of_one_name_are_summed(text: bytes, value: float | None) ->
         ),
     ],
 )
-def test_running_and_waiting_requests_are_added(text: bytes, count: int | None) -> None:
-    assert read_request_count(text) == count
+def test_running_and_waiting_requests_are_counted(text: bytes, counts: tuple[int, int] | None) -> None:
+    assert read_request_counts(text) == counts
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_no_number_of_an_engine_that_cannot_be_true_is_used(value: bytes) -> Non
     names = (b"prompt_tokens_total", b"generation_tokens_total", b"num_requests_running")
     samples = b"".join(b"vllm:%b %b\n" % (name, value) for name in names)
     text = samples + STAGES.replace(b"2.0", value) + REASONS
-    values = read_tokens_computed(text), read_request_count(text), read_wait_causes(text)
+    values = read_tokens_computed(text), read_request_counts(text), read_wait_causes(text)
     assert values == (None, None, None)
 
 
