@@ -342,12 +342,12 @@ def test_a_request_waits_where_room_becomes_free_first() -> None:
     assert rounded(chosen) == least("d2", (1.6, 1.5))
 
 
-def decoding_short(name: str, *, legs: int) -> InstanceRecord:
-    """A decode instance with as many requests of one token, of which its engine decodes three together."""
+def decoding_short(name: str, *, legs: int, max_seqs: int | None = 3) -> InstanceRecord:
+    """A decode instance with as many requests of one token, whose engine decodes `max_seqs` together."""
     record = instance(name)
     for _ in range(legs):
         record.ledger.add_decode(tokens=1)
-    record.max_seqs = 3
+    record.max_seqs = max_seqs
     return record
 
 
@@ -371,22 +371,14 @@ def test_a_place_for_a_prompt_that_is_still_computed_is_taken() -> None:
 
 
 def test_a_full_instance_is_better_than_one_that_fails_and_than_a_long_queue_of_prompts() -> None:
-    full, failing, busy = (
-        decoding_short("d1", legs=3),
-        instance("d2", error_share=1.0),
-        instance("d3", queued_s=20.0),
-    )
-    full.max_seqs = 3
-    for _ in range(61):
-        full.ledger.add_decode(tokens=1)
-    full.max_seqs = 64
+    full = decoding_short("d1", legs=64, max_seqs=64)
+    failing, busy = instance("d2", error_share=1.0), instance("d3", queued_s=20.0)
     chosen = choose_decode(Candidates([full, failing, busy]), work(100), now_s=0.0)
     assert rounded(chosen) == within("d1", (0.46875, -0.03836))
 
 
 def test_an_instance_without_a_known_limit_of_its_batch_always_has_a_place() -> None:
-    unknown = decoding_short("d1", legs=300)
-    unknown.max_seqs = None
+    unknown = decoding_short("d1", legs=300, max_seqs=None)
     chosen = choose_decode(Candidates([unknown, instance("d2", decoding=450)]), work(100), now_s=0.0)
     assert rounded(chosen) == within("d1", (0, -0.036))
 
