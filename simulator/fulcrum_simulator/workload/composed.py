@@ -37,39 +37,6 @@ _LONG_ANSWERS = DECODE_HEAVY.scaled(input=4.0, output=4.0)
 _LONG_PROMPTS_RPS, _LONG_ANSWERS_RPS = 3.8, 8.7
 _CODE, _CHAT = CODE.scaled(input=4.0, output=4.0), CHAT.scaled(input=2.0, output=6.0)
 _CODE_RPS, _CHAT_RPS = 5.0, 6.0
-_DOCUMENTS = TrafficMix(
-    "documents",
-    LengthDistribution.with_mean(8000, sigma=0.6, max_tokens=32768),
-    LengthDistribution.with_mean(400, sigma=0.7, max_tokens=4096),
-)
-_REASONING = TrafficMix(
-    "reasoning",
-    LengthDistribution.with_mean(800, sigma=0.8, max_tokens=8192),
-    LengthDistribution.with_mean(2500, sigma=0.7, max_tokens=16384),
-)
-_DOCUMENTS_RPS, _REASONING_RPS = 4.2, 5.7
-_AGENTS = TrafficMix(
-    "agents",
-    LengthDistribution.with_mean(6000, sigma=0.6, max_tokens=20000),
-    LengthDistribution.with_mean(150, sigma=0.9, max_tokens=2048),
-)
-_WRITING = TrafficMix(
-    "writing",
-    LengthDistribution.with_mean(400, sigma=0.9, max_tokens=4096),
-    LengthDistribution.with_mean(2000, sigma=0.5, max_tokens=8192),
-)
-_AGENTS_RPS, _WRITING_RPS = 7.2, 11.0
-_SUMMARIES = TrafficMix(
-    "summaries",
-    LengthDistribution.with_mean(5000, sigma=0.5, max_tokens=16384),
-    LengthDistribution.with_mean(350, sigma=0.5, max_tokens=2048),
-)
-_TRANSLATION = TrafficMix(
-    "translation",
-    LengthDistribution.with_mean(1000, sigma=0.7, max_tokens=8192),
-    LengthDistribution.with_mean(1100, sigma=0.6, max_tokens=8192),
-)
-_SUMMARIES_RPS, _TRANSLATION_RPS = 7.1, 14.7
 
 
 def _alternate(
@@ -133,11 +100,28 @@ def mix_tiers(
     return generate
 
 
+def _mix(name: str, *lengths: tuple[float, float, int]) -> TrafficMix:
+    """Make a mix from mean, sigma and maximum of its prompts, and those of its answers."""
+    prompts, answers = (
+        LengthDistribution.with_mean(mean, sigma=sigma, max_tokens=most) for mean, sigma, most in lengths
+    )
+    return TrafficMix(name, prompts, answers)
+
+
 _PROMPTS_AND_ANSWERS = (_LONG_PROMPTS, _LONG_PROMPTS_RPS), (_LONG_ANSWERS, _LONG_ANSWERS_RPS)
 _CODE_AND_CHAT = (_CODE, _CODE_RPS), (_CHAT, _CHAT_RPS)
-_DOCUMENTS_AND_REASONING = (_DOCUMENTS, _DOCUMENTS_RPS), (_REASONING, _REASONING_RPS)
-_AGENTS_AND_WRITING = (_AGENTS, _AGENTS_RPS), (_WRITING, _WRITING_RPS)
-_SUMMARIES_AND_TRANSLATION = (_SUMMARIES, _SUMMARIES_RPS), (_TRANSLATION, _TRANSLATION_RPS)
+_DOCUMENTS_AND_REASONING = (
+    (_mix("documents", (8000, 0.6, 32768), (400, 0.7, 4096)), 4.2),
+    (_mix("reasoning", (800, 0.8, 8192), (2500, 0.7, 16384)), 5.7),
+)
+_AGENTS_AND_WRITING = (
+    (_mix("agents", (6000, 0.6, 20000), (150, 0.9, 2048)), 7.2),
+    (_mix("writing", (400, 0.9, 4096), (2000, 0.5, 8192)), 11.0),
+)
+_SUMMARIES_AND_TRANSLATION = (
+    (_mix("summaries", (5000, 0.5, 16384), (350, 0.5, 2048)), 7.1),
+    (_mix("translation", (1000, 0.7, 8192), (1100, 0.6, 8192)), 14.7),
+)
 _ALWAYS = (0.0, 1.0)
 _TENANTS = (
     ("premium", 10, "acme", 0.1, _ALWAYS),
