@@ -384,6 +384,7 @@ def compute_decode_cost(instance: InstanceRecord, tokens: int, tpot_s: float, no
         waiting = ledger.decode_legs + ledger.reservations + 1 - max_seqs
         if waiting > 0:
             prefill_s += BATCH_TURNOVER_S * waiting / max_seqs
+        prefill_s += BATCH_TURNOVER_S * instance.error_share  # a leg that fails waits for a place elsewhere
     return (prefill_s, excess_s, ledger.decode_legs)
 
 

@@ -69,7 +69,7 @@ class InstanceRecord:
         self.engine_read_at_s = 0.0
         """Unix time at which these counts were requested (simulated: time of the run)."""
         self.max_seqs: int | None = None
-        """Requests that the engine decodes together, by `batch_limit`; None: not known."""
+        """Requests that the engine decodes together, known or assumed by `batch_limit`; None: not known."""
         self.kv_lease_s = KV_LEASE_S
         """Time for which the engine keeps KV that is not fetched, in seconds; a start-up option."""
         self.context_tokens: int | None = None

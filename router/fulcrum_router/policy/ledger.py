@@ -105,6 +105,15 @@ class Ledger:
         oldest = self._oldest
         return 0.0 if oldest is None else max(0.0, self.prefill_queued_s - oldest.predicted_s)
 
+    def may_compute_prompt(self, now_s: float) -> bool:
+        """Whether a prompt in flight may not be computed yet, with twice the predicted time and a second.
+
+        Some answers, such as those with several choices, come as a whole at their end: their prompt stays in
+        flight long after it was computed.
+        """
+        newest = next(reversed(self._prefills), None)
+        return newest is not None and now_s <= newest.added_at_s + 2.0 * self.prefill_queued_s + 1.0
+
     def predict_answer_s(self, model: PrefillModel, tokens: int, now_s: float) -> float:
         """Predict the time in seconds until a prompt of `tokens` that is sent now is answered.
 

@@ -55,9 +55,9 @@ class BatchLimit:
         steady = {
             instance.name: batch
             for instance in decode
-            if (batch := _follow(before.get(instance.name), instance)) is not None
+            if (batch := _follow(before.get(instance.name), instance, now_s)) is not None
         }
-        most_running = max(map(_count_running, decode), default=0)
+        most_running = count_most_running(decode)
         full = max((batch.running for batch in steady.values() if batch.probes >= PROBES_MIN), default=0)
         known, shown_at_s = self.max_seqs, self.shown_at_s
         if known is not None and (known < most_running or now_s - shown_at_s > MEMORY_S):
@@ -67,12 +67,17 @@ class BatchLimit:
         return BatchLimit(known, shown_at_s, tuple(steady.items()))
 
 
+def count_most_running(decode: Iterable[InstanceRecord]) -> int:
+    """Return the largest number of requests that one of these engines runs, among those that make tokens."""
+    return max(map(_count_running, decode), default=0)
+
+
 def _count_running(instance: InstanceRecord) -> int:
     running = instance.engine_running or 0
-    return running if running <= RUNNING_MAX else 0
+    return running if instance.itl_s is not None and running <= RUNNING_MAX else 0
 
 
-def _follow(before: SteadyBatch | None, instance: InstanceRecord) -> SteadyBatch | None:
+def _follow(before: SteadyBatch | None, instance: InstanceRecord, now_s: float) -> SteadyBatch | None:
     """Count one more probe with the same batch, if it is a new probe.
 
     None if the batch cannot be a full one: no request waits or decodes, a request may wait for a prompt or
@@ -82,7 +87,7 @@ def _follow(before: SteadyBatch | None, instance: InstanceRecord) -> SteadyBatch
         return None
     if before is not None and instance.engine_read_at_s == before.read_at_s:
         return before
-    if instance.ledger.prefill_tokens or (instance.kv_usage or 0.0) >= KV_WAITING:
+    if instance.ledger.may_compute_prompt(now_s) or (instance.kv_usage or 0.0) >= KV_WAITING:
         return None
     running = _count_running(instance)
     if running < RUNNING_MIN:
@@ -102,14 +107,24 @@ class BatchLimits:
         self._by_pool: dict[str, BatchLimit] = {}
 
     def observe(self, instances: Iterable[InstanceRecord], *, now_s: float) -> None:
-        """Learn from the last probe of each instance, and set `max_seqs` of all of them."""
+        """Learn from the last probe of each instance, and set `max_seqs` of all of them.
+
+        A pool whose limit is not known has the smallest known one, or as many places as one of its engines
+        uses: dispatch would prefer instances without a limit to all that are full.
+        """
         pools: defaultdict[str, list[InstanceRecord]] = defaultdict(list)
         for instance in instances:
             pools[instance.pool].append(instance)
-        known, self._by_pool = self._by_pool, {}
+        decode = {
+            pool: [i for i in of if i.serving and i.role is not Role.PREFILL] for pool, of in pools.items()
+        }
+        self._by_pool = {
+            pool: self._by_pool.get(pool, UNKNOWN_LIMIT).observe(decode[pool], now_s=now_s) for pool in pools
+        }
+        smallest = min((limit.max_seqs for limit in self._by_pool.values() if limit.max_seqs), default=None)
         for pool, members in pools.items():
-            decode = [i for i in members if i.serving and i.role is not Role.PREFILL]
-            limit = known.get(pool, UNKNOWN_LIMIT).observe(decode, now_s=now_s)
-            self._by_pool[pool] = limit
+            max_seqs = self._by_pool[pool].max_seqs
+            if max_seqs is None and smallest is not None:
+                max_seqs = max(smallest, count_most_running(decode[pool]))
             for instance in members:
-                instance.max_seqs = limit.max_seqs
+                instance.max_seqs = max_seqs

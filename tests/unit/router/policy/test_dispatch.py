@@ -377,6 +377,17 @@ def test_a_full_instance_is_better_than_one_that_fails_and_than_a_long_queue_of_
     assert rounded(chosen) == within("d1", (0.46875, -0.03836))
 
 
+@pytest.mark.parametrize(("legs", "error_share"), [(73, 1.0), (120, 1.0), (73, 0.5)])
+def test_an_instance_that_fails_does_not_get_the_requests_that_are_too_many(
+    legs: int, error_share: float
+) -> None:
+    full, failing = decoding_short("d1", legs=legs, max_seqs=64), instance("d2", error_share=error_share)
+    failing.max_seqs = 64
+    chosen = choose_decode(Candidates([full, failing]), work(100), now_s=0.0)
+    assert isinstance(chosen, Dispatch)
+    assert chosen.instance == "d1"
+
+
 def test_an_instance_without_a_known_limit_of_its_batch_always_has_a_place() -> None:
     unknown = decoding_short("d1", legs=300, max_seqs=None)
     chosen = choose_decode(Candidates([unknown, instance("d2", decoding=450)]), work(100), now_s=0.0)
