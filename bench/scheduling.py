@@ -4,8 +4,8 @@
                                [--jobs N] [--only WORKLOAD…] [--quick] [--runs FILE] [--json FILE]
 
 Workloads and their use are in `scheduling_workloads.toml`. Prints the rates, then one table of figures with
-their bars; exit code 1 if one misses its bar. `--quick` runs two workloads with one seed. Each figure is the
-median of the ratios of single seeds, with their range.
+their bars; exit code 1 if one misses its bar. `--quick` runs two workloads with one seed. Ratios are those of
+single seeds: their median and range, or their mean and its 95 % interval.
 
 With `--runs FILE` every simulated run is appended to the file, and those in it are not repeated: what was
 stopped goes on. Runs of other code stay in the file and do not count; a trace that has changed needs another
@@ -36,7 +36,6 @@ from bench.scheduling_runs import (
     Measured,
     Task,
     Workload,
-    describe,
     format_range,
     make_load,
     make_options,
@@ -66,12 +65,13 @@ BEST, CLAIRVOYANT = BEST_STATIC, "clairvoyant:30s"
 PUBLISHED_BEST = BEST_STATIC + AS_PUBLISHED
 SHIPPED_COLOCATED = "colocated"
 COLOCATED = SHIPPED_COLOCATED + AS_PUBLISHED
+INTERVAL_BAR = "interval above 0.98"
 OTHERS = (
     *(name + AS_PUBLISHED for name in ("dynamo-like", "narwhal-like", "cold:60s", "cold:300s")),
     "xllm",
     "round-robin:4P4D",
 )
-BARS = 0.9, 0.99
+ATTAINMENTS = USUAL, STRICT = 0.9, 0.99
 QUICK = "azure_code_2023.csv.gz", "phases-200s"
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 """95 % quantiles of Student's t for the mean of so many paired seeds; for more, the last one is safe."""
@@ -91,7 +91,7 @@ Rates = dict[tuple[str, str, float], Measured]
 """By workload, policy and attainment."""
 
 
-def is_bursty(workload: Workload) -> bool:
+def is_of_arrows_evaluation(workload: Workload) -> bool:
     """Whether Arrow's own evaluation used the workload, against an even split."""
     return workload.name.startswith("azure")
 
@@ -100,14 +100,14 @@ def is_bursty(workload: Workload) -> bool:
 
 
 def compare(
-    rates: Rates, workloads: Sequence[Workload], ours: str, other: str, bar: float
+    rates: Rates, workloads: Sequence[Workload], ours: str, other: str, attainment: float
 ) -> list[tuple[str, list[float]]]:
     """Return the ratios of two policies' rates, seed by seed, for each workload."""
-    return _compare(rates, workloads, (ours, other), bar, lambda measured: measured.rates_rps)
+    return _compare(rates, workloads, (ours, other), attainment, lambda measured: measured.rates_rps)
 
 
 def compare_tokens(
-    rates: Rates, workloads: Sequence[Workload], ours: str, other: str, bar: float
+    rates: Rates, workloads: Sequence[Workload], ours: str, other: str, attainment: float
 ) -> list[tuple[str, list[float]]]:
     """Return the ratios of the tokens in time each second at these rates: long requests count for more."""
 
@@ -115,19 +115,19 @@ def compare_tokens(
         # The mean length is that of the workload, so that ratios of these are ratios of tokens.
         return [a * b for a, b in zip(measured.rates_rps, measured.token_shares, strict=True)]
 
-    return _compare(rates, workloads, (ours, other), bar, compute_in_time_rps)
+    return _compare(rates, workloads, (ours, other), attainment, compute_in_time_rps)
 
 
 def _compare(
     rates: Rates,
     workloads: Sequence[Workload],
     policies: tuple[str, str],
-    bar: float,
+    attainment: float,
     get: Callable[[Measured], Sequence[float]],
 ) -> list[tuple[str, list[float]]]:
     found = []
     for workload in workloads:
-        mine, theirs = (rates.get((workload.name, policy, bar)) for policy in policies)
+        mine, theirs = (rates.get((workload.name, policy, attainment)) for policy in policies)
         if mine and theirs:
             paired = zip(get(mine), get(theirs), strict=True)
             found.append((workload.name, [a / b if b else math.inf for a, b in paired]))
@@ -165,15 +165,16 @@ def make_interval_figures(name: str, ratios: Sequence[tuple[str, list[float]]]) 
     figures = []
     for workload, values in ratios:
         if math.inf in values:
-            figures.append(Figure(f"{name}: {workload}", "1 ×", "not measured: no rate of the other", None))
+            figures.append(
+                Figure(f"{name}: {workload}", INTERVAL_BAR, "not measured: no rate of the other", None)
+            )
             continue
-        half, value = 0.0, f"{fmean(values):.3f} ×, one seed"
+        passed, value = None, f"{fmean(values):.3f} ×, one seed"
         if len(values) > 1:
             t = STUDENT[min(len(values), max(STUDENT))]
             half = t * stdev(values) / math.sqrt(len(values))
-            value = f"{fmean(values):.3f} × ± {half:.3f}"
-        passed = fmean(values) - half > 0.98
-        figures.append(Figure(f"{name}: {workload}", "1 ×, interval above 0.98", value, passed))
+            passed, value = fmean(values) - half > 0.98, f"{fmean(values):.3f} × ± {half:.3f}"
+        figures.append(Figure(f"{name}: {workload}", INTERVAL_BAR, value, passed))
     return figures
 
 
@@ -193,32 +194,32 @@ def make_bound_figures(
     """
     figures = []
     profile = load_profile(PROFILE)
+    fleet, seven = UniformFleet(INSTANCES, profile, SLO), UniformFleet(7, profile, SLO)
     for workload in workloads:
-        fleet = UniformFleet(INSTANCES, profile, SLO)
+        if not (workload.smooth or is_of_arrows_evaluation(workload)):
+            continue
         load = make_load(workload, traces)
         requests = leave_out_warm_up(
             load.requests if isinstance(load, RecordedLoad) else load.prepare(1.0, slo=fleet.slo, seed=1),
             make_options(ours),
         )
-        fluid = compute_fluid_rate(requests, fleet)
-        for bar in BARS if workload.smooth else ():
-            found = rates.get((workload.name, ours, bar))
+        for attainment in ATTAINMENTS if workload.smooth else ():
+            found = rates.get((workload.name, ours, attainment))
             if not found:
                 continue
-            burst = find_prefill_burst_rate(requests, fleet, attainment=bar)
+            burst = find_prefill_burst_rate(requests, fleet, attainment=attainment)
             for name, work, low in (
-                ("B1", fluid, 0.85 if bar == BARS[0] else None),
-                ("B2", compute_metric_rate(requests, fleet, attainment=bar), None),
+                ("B1", compute_fluid_rate(requests, fleet), 0.85 if attainment == USUAL else None),
+                ("B2", compute_metric_rate(requests, fleet, attainment=attainment), None),
             ):
                 ratios = [(workload.name, [rate / min(work, burst) for rate in found.rates_rps])]
-                title = f"share of bounds {name} and B3, {100 * bar:.0f} %"
+                title = f"share of bounds {name} ({work:.1f} requests/s) and B3, {100 * attainment:.0f} %"
                 figures += make_ratio_figures(title, ratios, low=low)
         arrow = rates.get((workload.name, ARROW, 0.9))
-        if is_bursty(workload) and arrow:
-            seven = UniformFleet(7, profile, fleet.slo)
+        if is_of_arrows_evaluation(workload) and arrow:
             reference = find_fcfs_rate(requests, seven, attainment=0.9)
             shares = [rate / reference for rate in arrow.rates_rps]
-            name = f"Arrow / seven FCFS prefill instances (B5): {workload.name}"
+            name = f"Arrow as published / seven FCFS prefill instances (B5): {workload.name}"
             figures.append(Figure(name, "0.9 ×", format_values(shares), median(shares) >= 0.9))
     return figures
 
@@ -244,7 +245,7 @@ def make_flip_figures(rates: Rates, workloads: Sequence[Workload], ours: str) ->
 
 
 def measure_speed(traces: Path | None) -> list[Figure]:
-    """Measure time and memory of the Azure Code hour at 1.5 times its rate."""
+    """Measure time and memory of the Azure Code hour at 1.5 times its rate, before other traces are read."""
     if traces is None:
         return [Figure("Azure Code hour × 1.5", "10 s, 500 MB", "not measured: no --traces", None)]
     measured = measure_recorded(traces / "azure_code_2023.csv.gz", seed=1)
@@ -256,25 +257,25 @@ def make_figures(rates: Rates, workloads: Sequence[Workload], ours: str, traces:
     """Return all lines of the table."""
     moving = [workload for workload in workloads if workload.moving]
     stationary = [workload for workload in workloads if workload.smooth and not workload.moving]
-    bursty = [workload for workload in workloads if is_bursty(workload)]
+    evaluated = [workload for workload in workloads if is_of_arrows_evaluation(workload)]
     figures = make_ratio_figures(
-        "faithful Arrow / 4P4D, 90 %", compare(rates, bursty, ARROW, EVEN, 0.9), low=2.0, high=2.6
+        "Arrow as published / 4P4D, 90 %", compare(rates, evaluated, ARROW, EVEN, 0.9), low=2.0, high=2.6
     )
     figures += make_ratio_figures(
         f"{ours} / best static, 90 %", compare(rates, stationary, ours, BEST, 0.9), low=0.97
     )
-    for name, one in (("faithful Arrow", ARROW), (ours, ours)):
+    for name, one in (("Arrow as published", ARROW), (ours, ours)):
         title = f"{name} / best static as published, 90 %"
-        figures += make_ratio_figures(title, compare(rates, bursty, one, PUBLISHED_BEST, 0.9))
-    for bar in BARS:
+        figures += make_ratio_figures(title, compare(rates, evaluated, one, PUBLISHED_BEST, 0.9))
+    for attainment in ATTAINMENTS:
         figures += make_ratio_figures(
-            f"{ours} / best static as published, {100 * bar:.0f} %",
-            compare(rates, moving, ours, PUBLISHED_BEST, bar),
+            f"{ours} / best static as published, {100 * attainment:.0f} %",
+            compare(rates, moving, ours, PUBLISHED_BEST, attainment),
             low=1.2,
         )
         figures += make_ratio_figures(
-            f"{ours} / best static with our dispatch, {100 * bar:.0f} %",
-            compare(rates, moving, ours, BEST, bar),
+            f"{ours} / best static with our dispatch, {100 * attainment:.0f} %",
+            compare(rates, moving, ours, BEST, attainment),
             low=0.97,
             wanted=1.2,
         )
@@ -283,18 +284,18 @@ def make_figures(rates: Rates, workloads: Sequence[Workload], ours: str, traces:
             title = f"{ours} / {name}, 90 %"
             figures += make_ratio_figures(title, compare(rates, moving, ours, arrow, 0.9), low=1.15)
             figures += make_interval_figures(title, compare(rates, workloads, ours, arrow, 0.9))
-    figures += make_ratio_figures(
-        f"{ours} / Arrow with our dispatch, 99 %", compare(rates, moving, ours, SHIPPED_ARROW, 0.99), low=1.0
-    )
+    if ours != SHIPPED_ARROW:
+        title = f"{ours} / Arrow with our dispatch, 99 %"
+        figures += make_ratio_figures(title, compare(rates, moving, ours, SHIPPED_ARROW, 0.99), low=1.0)
     figures += make_ratio_figures(
         f"{ours} / clairvoyant split, 90 %", compare(rates, moving, ours, CLAIRVOYANT, 0.9), low=0.95
     )
-    for name, other, bar in (
+    for name, other, attainment in (
         ("as published", COLOCATED, 0.9),
         ("with our dispatch", SHIPPED_COLOCATED, 0.99),
     ):
-        title = f"{ours} / colocated {name}, {100 * bar:.0f} %"
-        figures += make_ratio_figures(title, compare(rates, moving, ours, other, bar))
+        title = f"{ours} / colocated {name}, {100 * attainment:.0f} %"
+        figures += make_ratio_figures(title, compare(rates, moving, ours, other, attainment))
     for other in (PUBLISHED_BEST, ARROW, CLAIRVOYANT, COLOCATED):
         title = f"{ours} / {other}, tokens in time, 90 %"
         figures += make_ratio_figures(title, compare_tokens(rates, workloads, ours, other, 0.9))
@@ -305,30 +306,53 @@ def make_figures(rates: Rates, workloads: Sequence[Workload], ours: str, traces:
 # --- the command -----------------------------------------------------------------------------------------
 
 
+def choose_workloads(options: argparse.Namespace) -> list[Workload]:
+    """Return the workloads of this use, or a part of them; without a folder of traces, the composed ones.
+
+    Raises:
+        ValueError: for the name of a workload that is not among them, or if none is left.
+    """
+    listed = read_workloads(options.use)
+    only = set(QUICK if options.quick else options.only or (workload.name for workload in listed))
+    chosen = [w for w in listed if w.name in only and not (w.recorded and options.traces is None)]
+    missing = set(options.only or ()).difference(workload.name for workload in chosen)
+    recorded = missing.intersection(workload.name for workload in listed)
+    if recorded:
+        raise ValueError(f"recorded, and needs --traces: {', '.join(sorted(recorded))}")
+    if missing or not chosen:
+        raise ValueError(f"no {options.use} workload of this name: {', '.join(sorted(missing)) or 'any'}")
+    return chosen
+
+
 def list_tasks(workloads: Sequence[Workload], options: argparse.Namespace) -> list[Task]:
     """List what is measured, what has a bar first."""
     seeds, ratio = (1, 1.1) if options.quick else (options.seeds, 1.02)
 
-    def make(workload: Workload, policy: str, bars: tuple[float, ...] = (0.9,)) -> Task:
-        return Task(workload, policy, bars, seeds, ratio, options.traces, options.runs)
+    def make(workload: Workload, policy: str, attainments: tuple[float, ...] = (USUAL,)) -> Task:
+        return Task(workload, policy, attainments, seeds, ratio, options.traces, options.runs)
+
+    def make_both(workload: Workload, policy: str) -> Task:
+        return make(workload, policy, ATTAINMENTS if workload.moving and not options.quick else (USUAL,))
 
     def make_coarse(workload: Workload, policy: str) -> Task:
-        return Task(workload, policy, (0.9,), 1, 1.05, options.traces, options.runs)
+        return Task(workload, policy, (USUAL,), 1, 1.05, options.traces, options.runs)
 
     moving = [workload for workload in workloads if workload.moving]
-    ours = [make(w, options.ours, BARS if w.moving and not options.quick else (0.9,)) for w in workloads]
+    ours = [make_both(workload, options.ours) for workload in workloads]
     published = [make(workload, ARROW) for workload in workloads if options.ours != ARROW]
     if options.ours != SHIPPED_ARROW:
-        published += [make(w, SHIPPED_ARROW, BARS if w.moving else (0.9,)) for w in workloads]
-    published += [make(workload, EVEN) for workload in workloads if is_bursty(workload)]
+        published += [make_both(workload, SHIPPED_ARROW) for workload in workloads]
+    published += [make(workload, EVEN) for workload in workloads if is_of_arrows_evaluation(workload)]
     if options.quick:
         return ours + published
-    best = [make(workload, BEST, BARS if workload.moving else (0.9,)) for workload in workloads]
+    best = [make_both(workload, BEST) for workload in workloads]
     known = [make(workload, CLAIRVOYANT) for workload in workloads]
-    published_best = [make(workload, PUBLISHED_BEST, BARS) for workload in moving]
-    published_best += [make(workload, PUBLISHED_BEST) for workload in workloads if is_bursty(workload)]
+    published_best = [make(workload, PUBLISHED_BEST, ATTAINMENTS) for workload in moving]
+    published_best += [
+        make(workload, PUBLISHED_BEST) for workload in workloads if is_of_arrows_evaluation(workload)
+    ]
     others = [make(workload, COLOCATED) for workload in moving]
-    others += [make(workload, SHIPPED_COLOCATED, (0.99,)) for workload in moving]
+    others += [make(workload, SHIPPED_COLOCATED, (STRICT,)) for workload in moving]
     others += [make_coarse(workload, policy) for policy in OTHERS for workload in moving]
     return ours + best + published + known + published_best + others
 
@@ -339,21 +363,24 @@ def print_rates(rates: Rates) -> None:
         (
             workload,
             measured.policy,
-            f"{bar:.0%}",
+            f"{attainment:.0%}",
             f"{median(measured.rates_rps):.2f} {format_range(measured.rates_rps)}",
             f"{100 * median(measured.token_shares):.1f}",
             f"{median(measured.flips):.0f}",
         )
-        for (workload, policy, bar), measured in sorted(rates.items())
+        for (workload, policy, attainment), measured in sorted(rates.items())
     ]
-    header = ("WORKLOAD", "POLICY", "SLO", "REQUESTS/S", "TOKENS %", "FLIPS")
+    header = ("WORKLOAD", "POLICY", "ATTAINMENT", "REQUESTS/S", "TOKENS %", "FLIPS")
     print("\n".join(format_columns(header, *rows)), end="\n\n")
 
 
 def dump(rates: Rates, figures: Sequence[Figure], *, wall_s: float) -> dict[str, Any]:
     """Return the results for programs."""
     return {
-        "rates": describe(rates),
+        "rates": [
+            {"workload": workload, "compared": policy, "attainment": attainment, **asdict(measured)}
+            for (workload, policy, attainment), measured in sorted(rates.items())
+        ],
         "figures": [asdict(figure) for figure in figures],
         "wall_s": wall_s,
     }
@@ -365,24 +392,21 @@ def main() -> int:
     parser.add_argument("--traces", type=Path, help="folder of recorded workloads")
     parser.add_argument("--ours", default="balanced", help="the policy that is judged")
     parser.add_argument("--use", choices=("development", "seen", "test"), default="development")
-    parser.add_argument("--only", nargs="+", metavar="WORKLOAD", help="a part of the list")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("--quick", action="store_true", help="two workloads, one seed, rates to 10 %%")
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument("--only", nargs="+", metavar="WORKLOAD", help="a part of the list")
+    parts.add_argument("--quick", action="store_true", help="two workloads, one seed, rates to 10 %%")
     parser.add_argument("--runs", type=Path, help="append all runs to this file, and repeat none in it")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
+    try:
+        workloads = choose_workloads(options)
+    except ValueError as error:
+        parser.error(str(error))
     ensure_compiled()
     started_s = time.monotonic()
-    only = QUICK if options.quick else options.only
-    workloads = [
-        workload
-        for workload in read_workloads(options.use, options.traces)
-        if not only or workload.name in only
-    ]
-    unknown = set(options.only or ()).difference(workload.name for workload in workloads)
-    if unknown or not workloads:
-        parser.error(f"no {options.use} workload of this name: {', '.join(sorted(unknown)) or 'any'}")
+    speed = measure_speed(options.traces)
     tasks = list_tasks(workloads, options)
     with ProcessPoolExecutor(options.jobs) as pool:
         measured = []
@@ -390,11 +414,11 @@ def main() -> int:
             print(f"{task.workload.name}: {task.policy}", file=sys.stderr)
             measured.append(found)
     rates = {
-        (task.workload.name, task.policy, bar): result
+        (task.workload.name, task.policy, attainment): result
         for task, results in zip(tasks, measured, strict=True)
-        for bar, result in results.items()
+        for attainment, result in results.items()
     }
-    figures = make_figures(rates, workloads, options.ours, options.traces) + measure_speed(options.traces)
+    figures = make_figures(rates, workloads, options.ours, options.traces) + speed
     print_rates(rates)
     verdicts = {True: "ok", False: "MISSED", None: "–"}
     rows = [(figure.name, figure.bar, figure.value, verdicts[figure.passed]) for figure in figures]

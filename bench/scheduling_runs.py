@@ -11,7 +11,7 @@ import json
 import math
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import median_low
@@ -53,6 +53,11 @@ class Workload:
     part: Sequence[float] = (0.0, math.inf)
     """The seconds of a trace that count, from and to."""
 
+    @property
+    def recorded(self) -> bool:
+        """Whether it is a trace, for which a folder must be given."""
+        return self.name not in COMPOSED
+
 
 class Run(NamedTuple):
     """Result of one run.
@@ -67,11 +72,11 @@ class Run(NamedTuple):
     scored_flips: int
     token_share: float
 
-    def meets(self, bar: float) -> bool | None:
-        """Whether the run meets the attainment; None: it was ended too early to tell."""
+    def meets(self, required: float) -> bool | None:
+        """Whether the run meets this attainment; None: it was ended too early to tell."""
         if self.below:
-            return False if bar >= self.below else None
-        return self.attainment >= bar
+            return False if required >= self.below else None
+        return self.attainment >= required
 
 
 class RunKey(NamedTuple):
@@ -125,14 +130,14 @@ class RunStore:
 
 @dataclass(frozen=True)
 class Task:
-    """One policy on one workload: its highest rates at each of the attainments `bars`, for all seeds.
+    """One policy on one workload: its highest rates at each of the attainments, for all seeds.
 
     `ratio`: between two rates of the grid.
     """
 
     workload: Workload
     policy: str
-    bars: tuple[float, ...]
+    attainments: tuple[float, ...]
     seeds: int
     ratio: float
     traces: Path | None
@@ -152,10 +157,9 @@ class Measured:
 def make_load(workload: Workload, traces: Path | None) -> Load:
     """Return the composed workload, or load the trace."""
     profile = load_profile(PROFILE)
-    if workload.name in COMPOSED:
+    if not workload.recorded:
         return ComposedLoad(workload.name, profile)
-    if traces is None:
-        raise SystemExit(f"{workload.name} is a trace: name its folder by --traces")
+    assert traces is not None, workload.name
     recorded, _ = leave_out_overlong(load_trace(traces / (workload.trace or workload.name)).requests, profile)
     first_s, last_s = workload.part
     part = [request for request in recorded if first_s <= request.arrival_s < last_s]
@@ -172,11 +176,11 @@ def make_options(policy: str) -> RunOptions:
     )
 
 
-def read_workloads(use: str, traces: Path | None) -> list[Workload]:
-    """Read the list; traces are omitted if no folder is given."""
+def read_workloads(use: str) -> list[Workload]:
+    """Read the list."""
     path = Path(__file__).with_name(WORKLOADS)
     listed = [Workload(**entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["workload"]]
-    return [w for w in listed if w.use == use and (w.name in COMPOSED or traces is not None)]
+    return [workload for workload in listed if workload.use == use]
 
 
 def measure(task: Task) -> dict[float, Measured]:
@@ -184,13 +188,13 @@ def measure(task: Task) -> dict[float, Measured]:
     search = _Search(task)
     found: dict[float, Measured] = {}
     first = 0
-    for bar in sorted(task.bars):
+    for attainment in sorted(task.attainments):
         policy = task.policy
         if policy.startswith(BEST_STATIC):
-            policy, first = search.find_best_split(bar, first)
+            policy, first = search.find_best_split(attainment, first)
         stride = STRIDE_NEAR if policy != task.policy else STRIDE_FAR
-        best, first = search.find_highest_runs(policy, bar, first, stride)
-        found[bar] = Measured(
+        best, first = search.find_highest_runs(policy, attainment, first, stride)
+        found[attainment] = Measured(
             policy,
             tuple(run.rate_rps for run in best),
             tuple(run.scored_flips for run in best),
@@ -212,7 +216,7 @@ class _Search:
         self._store = RunStore(task.runs, hash_sources())
         self._best_prefill: int | None = None
 
-    def find_highest(self, policy: str, seed: int, bar: float, first: int, stride: int) -> int | None:
+    def find_highest(self, policy: str, seed: int, attainment: float, first: int, stride: int) -> int | None:
         """Return the highest place at which the policy meets the attainment and that after it does not."""
 
         def meets(place: int) -> bool | None:
@@ -221,30 +225,34 @@ class _Search:
                 return False
             if factor < FACTORS[0]:
                 return None
-            return bool(self.run(policy, seed, place, bar).meets(bar))
+            return bool(self.run(policy, seed, place, attainment).meets(attainment))
 
         return find_highest_place(meets, first, stride)
 
-    def find_highest_runs(self, policy: str, bar: float, first: int, stride: int) -> tuple[list[Run], int]:
+    def find_highest_runs(
+        self, policy: str, attainment: float, first: int, stride: int
+    ) -> tuple[list[Run], int]:
         """Return the run at the highest place with each seed, and the last of these places."""
-        places = self._find_highest_places(policy, bar, first, stride)
+        places = self._find_highest_places(policy, attainment, first, stride)
         found = [
-            _NOTHING if place is None else self.run(policy, seed, place, bar)
+            _NOTHING if place is None else self.run(policy, seed, place, attainment)
             for seed, place in enumerate(places, start=1)
         ]
         known = [place for place in places if place is not None]
         return found, known[-1] if known else first
 
-    def _find_highest_places(self, policy: str, bar: float, first: int, stride: int) -> list[int | None]:
+    def _find_highest_places(
+        self, policy: str, attainment: float, first: int, stride: int
+    ) -> list[int | None]:
         places: list[int | None] = []
         for seed in range(1, self._task.seeds + 1):
-            places.append(self.find_highest(policy, seed, bar, first, stride))
+            places.append(self.find_highest(policy, seed, attainment, first, stride))
             known = [place for place in places if place is not None]
             if known:
                 first, stride = median_low(known), STRIDE_NEAR
         return places
 
-    def find_best_split(self, bar: float, first: int) -> tuple[str, int]:
+    def find_best_split(self, attainment: float, first: int) -> tuple[str, int]:
         """Return the best fixed split, and the highest place of all splits with seed 1.
 
         With seed 1 all splits are compared, beginning with the best one at the attainment before, or that of
@@ -260,43 +268,43 @@ class _Search:
         for index in in_order:
             policy = policies[index]
             if place is None:
-                best, place = policy, self.find_highest(policy, 1, bar, first, STRIDE_FAR)
-            elif self.run(policy, 1, place + 1, bar).meets(bar):
-                best, place = policy, self.find_highest(policy, 1, bar, place + 1, STRIDE_NEAR)
+                best, place = policy, self.find_highest(policy, 1, attainment, first, STRIDE_FAR)
+            elif self.run(policy, 1, place + 1, attainment).meets(attainment):
+                best, place = policy, self.find_highest(policy, 1, attainment, place + 1, STRIDE_NEAR)
         if place is not None and self._task.seeds > 1:
             index = policies.index(best)
             beside = policies[max(0, index - 1) : index] + policies[index + 1 : index + 2]
-            best = self._find_best_of_all_seeds([best, *beside], bar, place)
+            best = self._find_best_of_all_seeds([best, *beside], attainment, place)
         self._best_prefill = parse_policy(best, instances=INSTANCES).prefill
         return best, first if place is None else place
 
-    def _find_best_of_all_seeds(self, policies: Sequence[str], bar: float, first: int) -> str:
+    def _find_best_of_all_seeds(self, policies: Sequence[str], attainment: float, first: int) -> str:
         """Return the policy with the highest median of its highest places; of several, the first one.
 
         Another policy is better than the best so far if most seeds meet the attainment at the place after
         its median. Only then is it searched.
         """
         best, *others = policies
-        highest = self._find_median(best, bar, first)
+        highest = self._find_median(best, attainment, first)
         for policy in others:
-            if self._is_met_by_most(policy, bar, highest + 1):
-                best, highest = policy, self._find_median(policy, bar, highest + 1)
+            if self._is_met_by_most(policy, attainment, highest + 1):
+                best, highest = policy, self._find_median(policy, attainment, highest + 1)
         return best
 
-    def _find_median(self, policy: str, bar: float, first: int) -> int:
+    def _find_median(self, policy: str, attainment: float, first: int) -> int:
         """Return the median of the highest places of all seeds."""
-        places = self._find_highest_places(policy, bar, first, STRIDE_NEAR)
+        places = self._find_highest_places(policy, attainment, first, STRIDE_NEAR)
         return median_low(self._lowest_place() if place is None else place for place in places)
 
     def _lowest_place(self) -> int:
         """Return a place below the grid."""
         return math.floor(math.log(FACTORS[0] / self._task.workload.near, self._task.ratio))
 
-    def _is_met_by_most(self, policy: str, bar: float, place: int) -> bool:
+    def _is_met_by_most(self, policy: str, attainment: float, place: int) -> bool:
         """Whether most seeds meet the attainment at this place; stops once that is sure."""
         met = missed = 0
         for seed in range(1, self._task.seeds + 1):
-            if self.run(policy, seed, place, bar).meets(bar):
+            if self.run(policy, seed, place, attainment).meets(attainment):
                 met += 1
             else:
                 missed += 1
@@ -309,21 +317,21 @@ class _Search:
         arrivals = self._load.prepare(self._factor(place), slo=fleet.slo, seed=1)
         return find_best_fixed_split(arrivals, fleet).prefill
 
-    def run(self, policy: str, seed: int, place: int, bar: float) -> Run:
+    def run(self, policy: str, seed: int, place: int, attainment: float) -> Run:
         """Return the run at this place, which is ended once it cannot meet the attainment any more."""
         factor = self._factor(place)
         key = RunKey(self._task.workload.name, policy, seed, f"{factor:.6g}")
         known = self._store.find(key)
-        if known is not None and known.meets(bar) is not None:
+        if known is not None and known.meets(attainment) is not None:
             return known
         options = replace(make_options(policy), seed=seed)
         arrivals = self._load.prepare(factor, slo=options.slo, seed=seed)
-        result = simulate(arrivals, options, attainment_min=bar)
+        result = simulate(arrivals, options, attainment_min=attainment)
         report = build_report(result)
-        attainment = report["attainment"] or 0.0
+        reached = report["attainment"] or 0.0
         run = Run(
-            attainment,
-            0.0 if attainment >= bar else bar,
+            reached,
+            0.0 if reached >= attainment else attainment,
             report["goodput"]["offered_requests_per_s"] or 0.0,
             sum(flip.at_s >= result.first_scored_s for flip in result.flips),
             report["goodput"]["token_share"] or 0.0,
@@ -363,14 +371,6 @@ def find_highest_place(meets: Callable[[int], bool | None], first: int, stride: 
     return low
 
 
-def describe(rates: dict[tuple[str, str, float], Measured]) -> list[dict[str, object]]:
-    """Return rates for programs."""
-    return [
-        {"workload": workload, "compared": policy, "bar": bar, **asdict(measured)}
-        for (workload, policy, bar), measured in sorted(rates.items())
-    ]
-
-
-def format_range(values: Sequence[float], *, digits: int = 2) -> str:
+def format_range(values: Sequence[float]) -> str:
     """Return the lowest and the highest value."""
-    return f"[{min(values):.{digits}f} {max(values):.{digits}f}]"
+    return f"[{min(values):.2f} {max(values):.2f}]"

@@ -97,7 +97,8 @@ _PREFILLED_HERE: Final = DispatchReason.PREFILLED_HERE
 
 # `Final`: mypyc puts the values into the loops over all instances instead of looking them up by name.
 FAILED_LEG_S: Final = 1.0
-"""Time that a failed leg costs its request: an engine that fails fast must not look like one without work."""
+"""Least time that a failed leg costs its request: an engine that fails fast must not look like one without
+work. In decode the request may also have to wait for a place elsewhere (`BATCH_TURNOVER_S`)."""
 KV_ENGINE_FULL: Final = 0.95
 """Share of the KV cache above which a request waits in the engine for room."""
 KV_TURNOVER_S: Final = 10.0
@@ -369,23 +370,23 @@ def compute_decode_cost(instance: InstanceRecord, tokens: int, tpot_s: float, no
     ledger, model = instance.ledger, instance.decode_model
     batch = ledger.decode_tokens + ledger.reserved_tokens + tokens
     excess_s = model.intercept + model.slope * batch - tpot_s  # I(n) − S_D
-    prefill_s = FAILED_LEG_S * instance.error_share
+    other_s = FAILED_LEG_S * instance.error_share
     if ledger.prefill_queued_s:
-        prefill_s += ledger.remaining_s(now_s)
-    if prefill_s != prefill_s:
-        prefill_s = _UNKNOWN_COST
+        other_s += ledger.remaining_s(now_s)
+    if other_s != other_s:
+        other_s = _UNKNOWN_COST
     capacity, max_seqs = instance.kv_capacity_tokens, instance.max_seqs
     if capacity and batch > KV_ENGINE_FULL * capacity:
         room_s = KV_TURNOVER_S * (batch / capacity - KV_ENGINE_FULL)
-        prefill_s += room_s
+        other_s += room_s
         if excess_s < room_s:
             excess_s = room_s
     if max_seqs:
         waiting = ledger.decode_legs + ledger.reservations + 1 - max_seqs
         if waiting > 0:
-            prefill_s += BATCH_TURNOVER_S * waiting / max_seqs
-        prefill_s += BATCH_TURNOVER_S * instance.error_share  # a leg that fails waits for a place elsewhere
-    return (prefill_s, excess_s, ledger.decode_legs)
+            other_s += BATCH_TURNOVER_S * waiting / max_seqs
+        other_s += BATCH_TURNOVER_S * instance.error_share  # a leg that fails waits for a place elsewhere
+    return (other_s, excess_s, ledger.decode_legs)
 
 
 def _predict_decode_start_s(instance: InstanceRecord, tokens: int, now_s: float) -> float:

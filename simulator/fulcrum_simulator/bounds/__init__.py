@@ -2,8 +2,8 @@
 
 Bounds hold for every scheduler of identical instances; references are what a named discipline reaches. All
 are pure functions of a workload, a profile and an SLO. Simulating real policies is left to other modules.
-Letters and numbers (B1 to B5) are those of the literature notes from which the formulas come. `fulcrum
-bounds` and the policy `clairvoyant` use them.
+Letters and numbers (B1 to B5) are those of docs/bounds.md. `fulcrum bounds`, the policy `clairvoyant` and the
+bench of policies use them.
 """
 
 from fulcrum_simulator.bounds.decode_burst import count_decodes_on_time_at_most, find_decode_burst_rate
@@ -13,7 +13,6 @@ from fulcrum_simulator.bounds.prefill_burst import count_prefills_on_time_at_mos
 from fulcrum_simulator.bounds.rates import mean_rate
 from fulcrum_simulator.bounds.splits import (
     FixedSplit,
-    MovingSplit,
     find_best_fixed_split,
     find_fixed_split_rate,
     find_moving_split_rate,
@@ -24,7 +23,6 @@ from fulcrum_simulator.bounds.work import MeanWork, compute_fluid_rate, compute_
 __all__ = [
     "FixedSplit",
     "MeanWork",
-    "MovingSplit",
     "UniformFleet",
     "compute_fluid_rate",
     "compute_mean_work",

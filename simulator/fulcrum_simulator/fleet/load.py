@@ -2,7 +2,7 @@
 
 A trace is sped up, as in published measurements: its bursts and phases become shorter, too. A composed
 workload gets another rate, and its phases keep their length. The requests that a router recorded are replayed
-as they were. `policy_runs` asks for the arrivals of each run.
+as they were. `policy_runs` and the bench of policies ask for the arrivals of each run.
 """
 
 import sys

@@ -119,7 +119,7 @@ _KNOWN = (
 
 
 def parse_policy(text: str, *, instances: int) -> Policy:
-    """Return the policy of this name; the error message lists all names.
+    """Return the policy of this name; the error message lists all names or parts.
 
     Without a split, flips start from an even one. With "+direct" behind it, requests wait in the engines and
     not in the router; with "+nodeflect", decode instances compute no prompts; with "+prefix", dispatch
@@ -172,7 +172,8 @@ def _add_part(text: str, policy: Policy, part: str) -> Policy:
         return replace(policy, deflects=False)
     if part == _DIRECT:
         return replace(policy, dispatch=DispatchMode.DIRECT)
-    raise _make_error(text, f"is not one of {_KNOWN}")
+    known = ", ".join((_DIRECT, _NO_DEFLECT, _PREFIX, _ENFORCE, "+degrade:TOKENS"))
+    raise _make_error(text, f"has a part {shorten_value(part)} that is not one of {known}")
 
 
 def _parse_timed(text: str, name: PolicyName, time: str, even: tuple[int, int]) -> Policy:

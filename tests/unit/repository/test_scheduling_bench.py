@@ -1,11 +1,12 @@
 """The search for highest rates of `make bench NAME=scheduling`, and its file of runs."""
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from bench import scheduling_runs
-from bench.scheduling import leave_out_warm_up
+from bench.scheduling import choose_workloads, leave_out_warm_up, make_interval_figures
 from bench.scheduling_runs import (
     Run,
     RunKey,
@@ -45,8 +46,8 @@ def test_no_place_is_found_if_even_the_lowest_fails() -> None:
 
 
 def test_a_run_that_was_ended_early_tells_nothing_about_lower_attainments() -> None:
-    assert [LOST.meets(bar) for bar in (0.8, 0.9, 0.99)] == [None, False, False]
-    assert [WHOLE.meets(bar) for bar in (0.8, 0.85, 0.9)] == [True, True, False]
+    assert [LOST.meets(attainment) for attainment in (0.8, 0.9, 0.99)] == [None, False, False]
+    assert [WHOLE.meets(attainment) for attainment in (0.8, 0.85, 0.9)] == [True, True, False]
 
 
 def test_runs_are_found_again_in_their_file_and_the_whole_one_counts(tmp_path: Path) -> None:
@@ -75,9 +76,9 @@ def test_of_the_splits_near_the_best_one_that_with_the_highest_median_counts(
     """
     highest = {"static:2P6D": (12, 8, 8), "static:1P7D": (10, 10, 10), "static:4P4D": (2, 30, 30)}
 
-    def run(_search: object, policy: str, seed: int, place: int, bar: float) -> Run:
+    def run(_search: object, policy: str, seed: int, place: int, attainment: float) -> Run:
         met = place <= highest.get(policy, (0, 0, 0))[seed - 1]
-        return Run(1.0 if met else 0.5, 0.0 if met else bar, float(place), 0, 1.0)
+        return Run(1.0 if met else 0.5, 0.0 if met else attainment, float(place), 0, 1.0)
 
     monkeypatch.setattr(scheduling_runs._Search, "run", run)
     workload = Workload("stationary", "development", moving=False, smooth=True)
@@ -91,3 +92,33 @@ def test_bounds_are_those_of_the_requests_that_a_run_scores() -> None:
     requests = [WorkloadRequest(100.0 + number, 1000, 10) for number in range(11)]
     scored = leave_out_warm_up(requests, make_options("arrow"))
     assert [request.arrival_s for request in scored] == [101.0 + number for number in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("use", "only", "rule"),
+    [
+        ("development", ["drift", "azure_code_2023.csv.gz"], "recorded, and needs --traces: azure_code_2023"),
+        ("development", ["drfit"], "no development workload of this name: drfit"),
+        ("development", ["documents-reasoning-drift"], "no development workload of this name: documents-"),
+    ],
+)
+def test_a_workload_that_cannot_run_is_named(use: str, only: list[str], rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        choose_workloads(Namespace(use=use, only=only, quick=False, traces=None))
+
+
+def test_without_a_folder_of_traces_the_composed_workloads_run() -> None:
+    options = Namespace(use="development", only=None, quick=False, traces=None)
+    assert [w.name for w in choose_workloads(options)] == [
+        "phases-200s",
+        "phases-600s",
+        "drift",
+        "stationary",
+    ]
+    options.traces = Path()
+    assert len(choose_workloads(options)) == 5
+
+
+def test_one_seed_has_no_interval_and_no_verdict() -> None:
+    one, two = make_interval_figures("ours / other", [("drift", [1.2]), ("phases", [1.2, 1.21])])
+    assert (one.passed, two.passed) == (None, True)

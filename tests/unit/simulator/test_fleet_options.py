@@ -62,6 +62,7 @@ def test_an_unknown_policy_or_a_split_of_other_size_is_refused(text: str) -> Non
         (f"static:{'9' * 5000}P1D", "is not one of arrow, "),
         (f"colocated:{'9' * 5000}", "is not one of arrow, "),
         ("colocated:0", r"\(colocated:0\) must have a token budget above 0"),
+        ("arrow+foo", r"has a part \+foo that is not one of \+direct, \+nodeflect, "),
         ("foo+direct+prefix", r"\(foo\+direct\+prefix\) is not one of arrow, "),
         ("arrow:8P0D+direct", r"\(arrow:8P0D\+direct\) must have at least one instance of each role"),
         ("arrow\nx", r"\(arrow x\) is not one of arrow, "),

@@ -87,17 +87,13 @@ def _follow(before: SteadyBatch | None, instance: InstanceRecord, now_s: float) 
         return None
     if before is not None and instance.engine_read_at_s == before.read_at_s:
         return before
-    if instance.ledger.may_compute_prompt(now_s) or (instance.kv_usage or 0.0) >= KV_WAITING:
+    if instance.ledger.expects_computation(now_s) or (instance.kv_usage or 0.0) >= KV_WAITING:
         return None
     running = _count_running(instance)
     if running < RUNNING_MIN:
         return None
     probes = before.probes + 1 if before is not None and before.running == running else 1
     return SteadyBatch(running, probes, instance.engine_read_at_s)
-
-
-UNKNOWN_LIMIT = BatchLimit()
-"""The limit before any full batch was seen."""
 
 
 class BatchLimits:
@@ -119,7 +115,7 @@ class BatchLimits:
             pool: [i for i in of if i.serving and i.role is not Role.PREFILL] for pool, of in pools.items()
         }
         self._by_pool = {
-            pool: self._by_pool.get(pool, UNKNOWN_LIMIT).observe(decode[pool], now_s=now_s) for pool in pools
+            pool: self._by_pool.get(pool, BatchLimit()).observe(decode[pool], now_s=now_s) for pool in pools
         }
         smallest = min((limit.max_seqs for limit in self._by_pool.values() if limit.max_seqs), default=None)
         for pool, members in pools.items():
