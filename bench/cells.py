@@ -33,7 +33,8 @@ LOOK_INTERVAL_S = 1.0
 MOVE_GAIN_MIN = 1.2
 """An instance moves if the cell that gets it has so many times the load of the other one even after that."""
 SPARE_SHARE = 0.25
-"""Engines of each role that a cell has besides its own instances, as a share of these: so many can join."""
+"""Engines of each role that a cell has besides its own instances, as a share of these: so many can join.
+A single service has none, since there is nowhere to move from."""
 
 
 class Outcome(NamedTuple):
@@ -149,7 +150,7 @@ def run_cells(
     dealt: list[list[WorkloadRequest]] = [[] for _ in range(count)]
     for request in requests:
         dealt[rng.randrange(count)].append(request)
-    spares = max(1, round(SPARE_SHARE * size))
+    spares = max(1, round(SPARE_SHARE * size)) if count > 1 else 0
     prefill = size // 2 + spares
     options = [
         RunOptions(
