@@ -96,7 +96,7 @@ def test_a_composed_workload_takes_the_place_of_a_recording(trace: Path) -> None
     ("arguments", "message"),
     [
         (("--policy", "best"), "--policy (best)"),
-        (("--policy", "static:best+foo"), "--policy (static:best+foo) is not one of"),
+        (("--policy", "static:best+foo"), "a part +foo that is not one of +direct, "),
         (("--instances", "1"), "--instances (1)"),
         (("--scale", "0"), "--scale"),
         (("--scale", 1e-10), "--scale (1e-10) leaves no request of trace.csv"),
