@@ -105,12 +105,12 @@ class Ledger:
         oldest = self._oldest
         return 0.0 if oldest is None else max(0.0, self.prefill_queued_s - oldest.predicted_s)
 
-    def expects_computation(self, now_s: float) -> bool:
-        """Whether prompts in flight may still be in computation.
+    def has_uncomputed_prompt(self, now_s: float) -> bool:
+        """Whether a prompt in flight is probably not computed yet.
 
-        No longer so after twice the time predicted for all of them, and a second, from the arrival of the
-        newest one. Some answers, such as those with several choices, come as a whole at their end: their
-        prompt stays in flight long after it was computed.
+        All are taken to be computed after twice the time predicted for all of them, and a second, from the
+        arrival of the newest one. Some answers, such as those with several choices, come as a whole at their
+        end: their prompt stays in flight long after it was computed.
         """
         newest = next(reversed(self._prefills), None)
         return newest is not None and now_s <= newest.added_at_s + 2.0 * self.prefill_queued_s + 1.0

@@ -87,7 +87,7 @@ def _follow(before: SteadyBatch | None, instance: InstanceRecord, now_s: float) 
         return None
     if before is not None and instance.engine_read_at_s == before.read_at_s:
         return before
-    if instance.ledger.expects_computation(now_s) or (instance.kv_usage or 0.0) >= KV_WAITING:
+    if instance.ledger.has_uncomputed_prompt(now_s) or (instance.kv_usage or 0.0) >= KV_WAITING:
         return None
     running = _count_running(instance)
     if running < RUNNING_MIN:
@@ -112,7 +112,8 @@ class BatchLimits:
         for instance in instances:
             pools[instance.pool].append(instance)
         decode = {
-            pool: [i for i in of if i.serving and i.role is not Role.PREFILL] for pool, of in pools.items()
+            pool: [i for i in members if i.serving and i.role is not Role.PREFILL]
+            for pool, members in pools.items()
         }
         self._by_pool = {
             pool: self._by_pool.get(pool, BatchLimit()).observe(decode[pool], now_s=now_s) for pool in pools
