@@ -203,13 +203,14 @@ def make_bound_figures(
             load.requests if isinstance(load, RecordedLoad) else load.prepare(1.0, slo=fleet.slo, seed=1),
             make_options(ours),
         )
+        fluid = compute_fluid_rate(requests, fleet)
         for attainment in ATTAINMENTS if workload.smooth else ():
             found = rates.get((workload.name, ours, attainment))
             if not found:
                 continue
             burst = find_prefill_burst_rate(requests, fleet, attainment=attainment)
             for name, work, low in (
-                ("B1", compute_fluid_rate(requests, fleet), 0.85 if attainment == USUAL else None),
+                ("B1", fluid, 0.85 if attainment == USUAL else None),
                 ("B2", compute_metric_rate(requests, fleet, attainment=attainment), None),
             ):
                 ratios = [(workload.name, [rate / min(work, burst) for rate in found.rates_rps])]
