@@ -414,15 +414,17 @@ class _SentLeg:
     def on_token(self, token: OutputToken) -> None:
         if not self._leg.is_prefill:
             self._timeout.cancel()
+            self._router.advance()
             self._leg.on_token(token)
             self.entry = self._leg.find_entry()
 
     def on_end(self, end: Finished) -> None:
         self._timeout.cancel()
+        router = self._router
         if not self._leg.is_prefill:
+            router.advance()
             self._leg.on_end(end)
             return
-        router = self._router
         record = router.find_record(self._leg)
         if record is not None and record.first_token_s is None:
             record.prefill_queue_s = end.queue_s

@@ -105,7 +105,14 @@ def test_a_lone_request_takes_the_time_of_its_stages() -> None:
     ],
 )
 def test_executing_each_step_gives_the_same_run(policy: str, changes: dict[str, Any]) -> None:
-    load = moving_load(12, period_s=6.0)
+    assert_skipping_changes_nothing(moving_load(12, period_s=6.0), policy, **changes)
+
+
+def test_executing_each_step_gives_the_same_run_while_answers_that_end_let_others_go() -> None:
+    assert_skipping_changes_nothing(moving_load(20, factor=2.0, period_s=10.0), "balanced")
+
+
+def assert_skipping_changes_nothing(load: list[WorkloadRequest], policy: str, **changes: Any) -> None:
     skipping = build_report(simulate(load, options(policy, **changes)))
     each = build_report(simulate(load, options(policy, lookahead_steps=1, **changes)))
     for report in (skipping, each):
