@@ -4,7 +4,6 @@ Also finds out for how many steps nothing changes but the number of tokens, so t
 these steps instead of executing each one. `engine` decides which requests run. `engine` is the only caller.
 """
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 from fulcrum_core.latency import StepModel
@@ -56,8 +55,9 @@ class Batch:
         for run, chunk in self.chunks:
             prefill_tokens += chunk
             attention += chunk * (2 * run.computed_tokens + chunk)
-        decodes = len(self.decoding)
-        context_tokens = sum([run.computed_tokens for run in self.decoding]) + decodes
+        decodes = context_tokens = len(self.decoding)
+        for run in self.decoding:
+            context_tokens += run.computed_tokens
         duration_s = model.step_from_sums_s(
             prefill_tokens=prefill_tokens, attention=attention, decodes=decodes, context_tokens=context_tokens
         )
@@ -92,11 +92,11 @@ class Batch:
 
         Blocks are allocated in the same order as step by step: by step, then by place in the batch.
         """
-        due = [
-            (run.room_tokens - run.computed_tokens, index)
-            for index, run in enumerate(self.decoding)
-            if run.room_tokens - run.computed_tokens <= steps
-        ]
+        due: list[tuple[int, int]] = []
+        for index, run in enumerate(self.decoding):
+            left = run.room_tokens - run.computed_tokens
+            if left <= steps:
+                due.append((left, index))
         due.sort()
         while due:
             runs = [self.decoding[index] for _, index in due]
@@ -106,15 +106,17 @@ class Batch:
                 run.room_tokens += block_size
             due = [(step + block_size, index) for step, index in due if step + block_size <= steps]
 
-    def add_tokens(self, ends_s: Sequence[float]) -> list[float]:
+    def add_tokens(self, ends_s: list[float]) -> list[float]:
         """Add a token to each decode at each of these times; returns the inter-token latencies in order."""
-        itl_s = [ends_s[0] - run.last_token_s for run in self.decoding]
-        for earlier_s, later_s in pairwise(ends_s):
-            itl_s.extend([later_s - earlier_s] * len(self.decoding))
+        steps, first_s, last_s = len(ends_s), ends_s[0], ends_s[-1]
+        itl_s: list[float] = []
         for run in self.decoding:
-            run.computed_tokens += len(ends_s)
-            run.output_tokens += len(ends_s)
-            run.last_token_s = ends_s[-1]
+            itl_s.append(first_s - run.last_token_s)
+            run.computed_tokens += steps
+            run.output_tokens += steps
+            run.last_token_s = last_s
+        for earlier_s, later_s in pairwise(ends_s):
+            itl_s += [later_s - earlier_s] * len(self.decoding)
         return itl_s
 
     def _steps_to_next_block(self) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ text of tokens is left to the caller: a token names the prompt whose KV cache it
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NoReturn
 
 from fulcrum_core.errors import InvalidInput
@@ -181,7 +181,7 @@ class Engine:
                 ends_s.append(now_s)
         return DecodeRun(ends_s, [run.id for run in self._batch.decoding])
 
-    def skip_steps(self, ends_s: Sequence[float]) -> None:
+    def skip_steps(self, ends_s: list[float]) -> None:
         """End the step under way and start the next identical one, once for each of these end times.
 
         Pass any number of a `DecodeRun.ends_s`, from its first on, but not its last. The effect is that of

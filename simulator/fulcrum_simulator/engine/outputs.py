@@ -54,8 +54,7 @@ class KvFetch:
     kv_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(NamedTuple):
     """A step that has started. Call `finish_step` when `duration_s` seconds have passed."""
 
     duration_s: float

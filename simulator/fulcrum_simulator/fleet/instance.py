@@ -6,7 +6,7 @@ prefill instance. `run` makes the instances, and `router` sends to them.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -96,10 +96,8 @@ class SimulatedInstance:
         )
         self.steps = SteppedEngine(self.engine, lookahead_steps=options.lookahead_steps)
         self._legs: dict[str, EngineLeg] = {}
-        self._sharing: list[DecodeEntry | None] = []
-        """Entries of the requests that got a token in the last step, and that share the count."""
-        self._is_sharing_known = False
-        """False after an event or an abort: the list must be made anew."""
+        self._sharing: dict[str, DecodeEntry | None] = {}
+        """Requests that got a token in the last step and still decode; their entries share the count."""
         self._step_end: ScheduledAction | None = None
         self._lease_timer: ScheduledAction | None = None
         self.egress, self.ingress = LinkEnd(), LinkEnd()
@@ -146,7 +144,7 @@ class SimulatedInstance:
         """End a leg without calling it again; no effect if it has ended."""
         if request_id in self._legs:
             self._interrupt()
-            self._is_sharing_known = False
+            self._end_sharing(request_id)
             del self._legs[request_id]
             self.engine.abort(request_id, self._events.now_s)
             self._start_if_idle()
@@ -161,26 +159,29 @@ class SimulatedInstance:
         if count:
             self._count_tokens(ids, count)
 
-    def _count_tokens(self, ids: Sequence[str], count: int) -> None:
+    def _count_tokens(self, ids: list[str], count: int) -> None:
         """Add so many tokens to each of these requests.
 
-        They are the same ones from step to step, until one of them begins, ends, is aborted or is preempted.
-        One whose prompt is cached may join without an event: then there is one more.
+        They are the same ones from step to step, until one of them ends, is aborted or is preempted. Those
+        that have joined are among the last.
         """
-        if not self._is_sharing_known or len(ids) != len(self._sharing):
-            self._end_sharing()
-            legs = self._legs
-            self._sharing = [legs[request_id].entry for request_id in ids]
-            for entry in self._sharing:
+        sharing = self._sharing
+        if len(ids) != len(sharing):
+            for request_id in reversed(ids):
+                if request_id in sharing:
+                    continue
+                entry = sharing[request_id] = self._legs[request_id].entry
                 if entry is not None:
                     entry.share_count()
-            self._is_sharing_known = True
+                if len(ids) == len(sharing):
+                    break
+            assert len(ids) == len(sharing)
         self.on_tokens(count)
 
-    def _end_sharing(self) -> None:
-        for entry in self._sharing:
-            if entry is not None:
-                entry.end_sharing()
+    def _end_sharing(self, request_id: str) -> None:
+        entry = self._sharing.pop(request_id, None)
+        if entry is not None:
+            entry.end_sharing()
 
     def take_samples(self) -> Samples:
         """Return the engine's latency samples since the last call."""
@@ -261,13 +262,9 @@ class SimulatedInstance:
         self.advance()
         legs = self._legs
         events, continued = self.steps.finish()
-        if events:
-            self._is_sharing_known = False
-            for request_id in continued:
-                entry = legs[request_id].entry
-                if entry is not None:
-                    entry.add_tokens(1)
-        elif continued:
+        for event in events:
+            self._end_sharing(event.request_id)
+        if continued:
             self._count_tokens(continued, 1)
         for event in events:
             if isinstance(event, OutputToken):

@@ -6,12 +6,15 @@ bit, as with `lookahead_steps` of 1, which executes every step. `instance` has o
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
 
 from fulcrum_simulator.engine import Engine, EngineEvent
 
 LOOKAHEAD_STEPS = 128
 """Most steps planned ahead: a request that arrives makes the rest of the plan void."""
+SHORT_PLAN_STEPS = 8
+"""After a plan that became void, the next one has twice the steps that were used of it, or as many as this.
+Each plan that was used to its end doubles the next one.
+"""
 
 
 class SteppedEngine:
@@ -29,13 +32,14 @@ class SteppedEngine:
         """Whether the step under way has a prompt chunk."""
         self.next_end_s = math.inf
         """Time of the next end of a step that `advance` passes on; before it there is nothing to do."""
-        self._lookahead_steps = lookahead_steps
-        self._ends_s: Sequence[float] = ()
+        self._lookahead_steps = self._planned_steps = lookahead_steps
+        """Most steps of any plan, and of the next one."""
+        self._ends_s: list[float] = []
         self._passed = 0
         """Steps whose tokens `advance` has passed on."""
         self._applied = 0
         """Those of them that the engine has skipped: it does so together with later ones."""
-        self._request_ids: Sequence[str] = ()
+        self._request_ids: list[str] = []
 
     @property
     def due_s(self) -> float:
@@ -48,7 +52,7 @@ class SteppedEngine:
         if step is None:
             return False
         self._ends_s, self._request_ids = self.engine.plan_decode_run(
-            now_s, step, steps_max=self._lookahead_steps
+            now_s, step, steps_max=self._planned_steps
         )
         self._passed = self._applied = 0
         self.next_end_s = self._ends_s[0] if len(self._ends_s) > 1 else math.inf
@@ -66,19 +70,21 @@ class SteppedEngine:
             return self._prefill_busy_s - left_s, self._decode_busy_s
         return self._prefill_busy_s, self._decode_busy_s - left_s
 
-    def advance(self, now_s: float) -> tuple[Sequence[str], int]:
-        """Pass on the steps that have ended by now: returns the requests that got tokens, and how many each.
+    def advance(self, now_s: float) -> tuple[list[str], int]:
+        """Pass on the steps that have ended by now: returns the requests, and how many tokens each got.
 
         The engine's own state follows with `apply`: with many instances most steps are passed on one by one,
         while the engine skips many together.
         """
         if now_s < self.next_end_s:
-            return (), 0
+            return self._request_ids, 0
         ends_s, passed = self._ends_s, self._passed
-        until = bisect_right(ends_s, now_s, passed, len(ends_s) - 1)
+        last, until = len(ends_s) - 1, passed + 1
+        if until < last and ends_s[until] <= now_s:
+            until = bisect_right(ends_s, now_s, until, last)
         self._decode_busy_s += ends_s[until] - ends_s[passed]
         self._passed = until
-        self.next_end_s = ends_s[until] if until < len(ends_s) - 1 else math.inf
+        self.next_end_s = ends_s[until] if until < last else math.inf
         return self._request_ids, until - passed
 
     def apply(self) -> None:
@@ -91,6 +97,8 @@ class SteppedEngine:
         """Let the step under way be the last one planned; True if `due_s` has changed."""
         self.apply()
         left = len(self._ends_s) - self._passed
+        if left > 1:
+            self._planned_steps = min(self._lookahead_steps, max(SHORT_PLAN_STEPS, 2 * (self._passed + 1)))
         self._ends_s = self._ends_s[self._passed : self._passed + 1]
         self._passed = self._applied = 0
         self.next_end_s = math.inf
@@ -102,5 +110,7 @@ class SteppedEngine:
         Call `advance` for that time first.
         """
         self.apply()
+        if len(self._ends_s) == self._planned_steps:
+            self._planned_steps = min(self._lookahead_steps, 2 * self._planned_steps)
         continued: list[str] = []
         return self.engine.finish_step(self.due_s, continued=continued), continued
