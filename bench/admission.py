@@ -15,10 +15,10 @@ is admitted then. `swing`: the loads of prefill and of decode, once a second, wi
 together. A swing in anti-phase is an autocorrelation that falls below 0 and rises again, of both loads, with
 a negative correlation between them. `scaleout`: half of the instances start while a load arrives that needs
 all of them, with a TTFT objective of 30 s: requests in time if the router knows when they will serve, and if
-it does not. `rate`: the highest rates at which 90 % of the offered requests are in time, with the policy,
-with the same one without admission, and without admission and with dispatch as it is published: requests wait
-in engines in the order of their arrival. Also the share of the offered tokens that is in time at each of
-them. Mode Queue lets late requests wait until others are served, so it alone has a part of the effect.
+it does not. `rate`: the highest rates at which 90 % of the offered requests are in time, with the policy and
+with dispatch as it is published (requests wait in engines in the order of their arrival), each without
+admission and with it. Also the share of the offered tokens that is in time at each of them. Mode Queue lets
+late requests wait until others are served, so it alone has a part of the effect.
 A flood of the lowest tier: `bench/tiers.py`.
 
 With `--live` a local service with engine servers runs the same load in real time (`live_fleet`), for at most
@@ -311,19 +311,25 @@ def measure_rates(trace: Path, speed: float, seeds: Sequence[int], policy: str) 
     recorded, _ = leave_out_overlong(load_trace(trace).requests, PROFILE)
     load, found = RecordedLoad(trace.name, recorded, speed=speed), []
     without = policy.removesuffix(ENFORCE)
-    for name in (without + IN_ENGINES, without, without + ENFORCE):
+    names = [without + dispatch + admission for dispatch in (IN_ENGINES, "") for admission in ("", ENFORCE)]
+    for name in names:
         runs = run_policy(load, make_options(name, 0), seeds, attainment_min=ATTAINMENT_MIN, step=1.2).runs
         found.append([(run.rate_rps, find_token_share(run.result.scored)) for run in runs])
         for seed, (rate_rps, share) in zip(seeds, found[-1], strict=True):
             print(f"{name} seed {seed}: {rate_rps:.2f} requests/s, {share:.1%} of the tokens", flush=True)
-    in_engines, same_dispatch = (compare_rates(base, found[-1]) for base in found[:-1])
+    in_engines, admitted_to_engines, same_dispatch, shipped = found
+    gain, loss = compare_rates(in_engines, shipped)
     print(
-        f"{in_engines[0]:.2f} times the rate of requests that wait in engines, none of them refused (bar: "
-        f"{RATE_GAIN_MIN}), {100 * in_engines[1]:.1f} points of the tokens less (bar: "
-        f"{100 * TOKEN_LOSS_MAX:.0f}); {same_dispatch[0]:.2f} times that of the same dispatch without "
-        f"admission, {100 * same_dispatch[1]:.1f} points less"
+        f"{gain:.2f} times the rate of requests that wait in engines, none of them refused (bar: "
+        f"{RATE_GAIN_MIN}), {100 * loss:.1f} points of the tokens less (bar: {100 * TOKEN_LOSS_MAX:.0f})"
     )
-    return int(in_engines[0] < RATE_GAIN_MIN or in_engines[1] > TOKEN_LOSS_MAX)
+    for where, base, other in (
+        ("where requests wait in engines", in_engines, admitted_to_engines),
+        ("where they wait in the router", same_dispatch, shipped),
+    ):
+        ratio, less = compare_rates(base, other)
+        print(f"admission alone, {where}: {ratio:.2f} times, {100 * less:.1f} points of the tokens less")
+    return int(gain < RATE_GAIN_MIN or loss > TOKEN_LOSS_MAX)
 
 
 def compare_rates(
