@@ -395,6 +395,7 @@ class _SentLeg:
     """A leg on its way: it reaches the engine after a hop, and the prefill response the router after another.
 
     Implements `instance.EngineLeg`. A decode response counts at the engine; the client gets it a hop later.
+    When it begins or ends, requests that wait may go on: the tokens of all engines are counted before.
     """
 
     __slots__ = ("_instance", "_leg", "_router", "_timeout", "entry", "request")

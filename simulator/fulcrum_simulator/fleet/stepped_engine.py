@@ -12,8 +12,8 @@ from fulcrum_simulator.engine import Engine, EngineEvent
 LOOKAHEAD_STEPS = 128
 """Most steps planned ahead: a request that arrives makes the rest of the plan void."""
 SHORT_PLAN_STEPS = 8
-"""After a plan that became void, the next one has twice the steps that were used of it, or as many as this.
-Each plan that was used to its end doubles the next one.
+"""After a plan that became void, the next one may have twice the steps that were used of it, at least this
+many. A plan that was used to its end doubles the limit of the next one.
 """
 
 
