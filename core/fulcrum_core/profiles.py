@@ -56,6 +56,9 @@ class EngineProfile(BaseModel):
     mixed_factor: Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)] = Field(
         default=1.1, description="Factor by which prefill is slower in a step that also decodes."
     )
+    fetch_start_s: Coefficient = Field(
+        default=0.0, description="Step duration per KV fetch that starts in the step, seconds."
+    )
     kv_capacity_tokens: TokenCount = Field(description="KV cache of the instance, tokens.")
     block_size: TokenCount = Field(description="Tokens per KV block.")
     token_budget: StepCount = Field(description="Maximum tokens in a step (max_num_batched_tokens).")
@@ -186,7 +189,7 @@ def _check_sizes(profile: EngineProfile, source: str) -> None:
         profile.t0
         + profile.b * profile.token_budget
         + profile.c * profile.token_budget**2
-        + profile.d1 * profile.max_seqs
+        + (profile.d1 + profile.fetch_start_s) * profile.max_seqs
         + profile.d2 * profile.kv_capacity_tokens
     )
     if longest_s > STEP_MAX_S:

@@ -84,7 +84,7 @@ def run(options: ProfileOptions) -> int:
     text = render_profile(engine, measured.fitted, measured.link)
     parse_profile(text, source=str(options.out))
     write_text_file("--out", options.out, text)
-    curves = (*measured.fitted.curves, *([measured.link.curve] if measured.link else []))
+    curves = (*measured.fitted.curves, *(measured.link.curves if measured.link else ()))
     print("\n".join(format_report(curves, measured.fitted, options.out)))
     return 1 if any(curve.mape > ERROR_MAX for curve in curves) else 0
 
@@ -151,7 +151,7 @@ async def _measure(options: ProfileOptions) -> _Measured:
             token_budget=options.token_budget,
         )
         first = curves.first_transfer
-        link = fit_link(first, curves.transfers, fitted) if first else None
+        link = fit_link(first, curves.transfers, curves.fetches, fitted) if first else None
         return _Measured(limits, fitted, link)
 
 

@@ -49,8 +49,11 @@ class Batch:
             budget -= self.plan_chunk(run, budget)
         return budget
 
-    def measure_step(self, model: StepModel, factor: float) -> Step:
-        """Compute the step that these chunks and decodes make; `factor` multiplies its duration."""
+    def measure_step(self, model: StepModel, *, fetches_s: float, factor: float) -> Step:
+        """Compute the step that these chunks and decodes make.
+
+        `fetches_s` is added for the KV fetches that start in it; `factor` multiplies its duration.
+        """
         prefill_tokens = attention = 0
         for run, chunk in self.chunks:
             prefill_tokens += chunk
@@ -62,7 +65,7 @@ class Batch:
             prefill_tokens=prefill_tokens, attention=attention, decodes=decodes, context_tokens=context_tokens
         )
         return Step(
-            duration_s=duration_s * factor,
+            duration_s=(duration_s + fetches_s) * factor,
             prefill_tokens=prefill_tokens,
             decodes=decodes,
             context_tokens=context_tokens,

@@ -135,7 +135,8 @@ class Engine:
         if not batch.decoding and not batch.chunks:
             return None
         self.busy = True
-        step = batch.measure_step(self._model, self._step_factors.take())
+        fetches_s = len(self._fetches) * self.profile.fetch_start_s
+        step = batch.measure_step(self._model, fetches_s=fetches_s, factor=self._step_factors.take())
         self.stats.record_steps(1, tokens=step.prefill_tokens + step.decodes)
         return step
 
@@ -302,9 +303,8 @@ class Engine:
         preemptions_before = self.stats.preemptions
         for run in [run for run in self._batch.decoding if run.computed_tokens == run.room_tokens]:
             while run.state is RequestRunState.DECODING and not self._pool.available:
-                self._preempt(
-                    max(self._batch.decoding + self._batch.prefilling, key=lambda victim: victim.order)
-                )
+                running = self._batch.decoding + self._batch.prefilling
+                self._preempt(max(running, key=lambda victim: victim.order))
             if run.state is RequestRunState.DECODING:
                 run.blocks += self._pool.allocate(1, run.prompt, len(run.blocks))
                 run.room_tokens += self.profile.block_size

@@ -12,8 +12,8 @@ from fulcrum_core.models import ModelFacts, kv_bytes_per_token, weight_bytes
 from fulcrum_simulator.profiling.engine_client import EngineLimits
 from fulcrum_simulator.profiling.fit import CurveFit, FittedLink, FittedProfile
 
-_ASSUMED_LINK = {"link_bytes_per_s": 1e10, "link_setup_s": 0.002, "handshake_s": 0.1}
-"""Stands for a link that was not measured: 100 Gbit/s Ethernet."""
+_ASSUMED_LINK = {"link_bytes_per_s": 1e10, "link_setup_s": 0.002, "handshake_s": 0.1, "fetch_start_s": 0.0}
+"""Stands for a link that was not measured: 100 Gbit/s Ethernet, and fetches that delay no decodes."""
 _ASSUMED_STARTUP_S = 60.0
 _LIMIT_MARGIN = 1.001
 """Keeps a limit that was computed from a coefficient below it after rounding."""
@@ -34,7 +34,7 @@ class ProfiledEngine:
 
 def render_profile(engine: ProfiledEngine, fitted: FittedProfile, link: FittedLink | None) -> str:
     """Return the text of the profile file; `link` is None if no KV transfer was measured."""
-    curves = (*fitted.curves, link.curve) if link else fitted.curves
+    curves = (*fitted.curves, *(link.curves if link else ()))
     described = ", ".join(_describe_curve(curve) for curve in curves if curve.points)
     fields = {
         "name": engine.name,
@@ -94,6 +94,7 @@ def _link_fields(engine: ProfiledEngine, link: FittedLink | None) -> dict[str, f
         "link_bytes_per_s": _round(kv_bytes_per_token(engine.model) / link.s_per_token),
         "link_setup_s": _round(link.setup_s),
         "handshake_s": _round(link.handshake_s),
+        "fetch_start_s": _round(link.fetch_start_s or 0.0),
     }
 
 
@@ -104,7 +105,11 @@ def _comments(engine: ProfiledEngine, fitted: FittedProfile, link: FittedLink | 
             "# Assumed, not measured: mixed_factor; the engine computed no prompt in a step with decodes."
         )
     if link is None:
-        lines.append("# Assumed, not measured: the three link and handshake values (one engine was given).")
+        lines.append("# Assumed, not measured: link, handshake and fetch values (one engine was given).")
+    elif link.fetch_start_s is None:
+        lines.append(
+            "# Assumed, not measured: fetch_start_s; the engine fetched no KV in a step with decodes."
+        )
     if engine.device is None:
         lines.append("# No device was given: peak_flops and hbm_bytes_per_s are the lowest that fit.")
     return lines

@@ -1,9 +1,11 @@
 """Fits the coefficients of an engine profile to measured curves, and says how far each curve is from the fit.
 
     step = t0 + f·(b·Σchunk + c·Σ[(done + chunk)² - done²]) + d1·B + d2·Σctx      (`core.latency.StepModel`)
+           + fetch_start·fetches
 
 Decode steps give t0, d1 and d2. With t0 known, prefill gives b and c, and the time that a request spends
-outside steps (HTTP, tokenising, queueing), which is no part of a profile. Prompts among decodes give f.
+outside steps (HTTP, tokenising, queueing), which is no part of a profile. Prompts among decodes give f,
+KV fetches among decodes what each adds to the step in which it starts.
 `fulcrum profile` calls it with what `measure` has measured.
 """
 
@@ -16,12 +18,15 @@ from fulcrum_core.latency import StepModel
 from fulcrum_simulator.profiling.least_squares import fit_not_negative
 from fulcrum_simulator.profiling.samples import (
     DecodeMeasurement,
+    FetchMeasurement,
     MixedMeasurement,
     PrefillMeasurement,
     TransferMeasurement,
 )
 
-S = TypeVar("S", PrefillMeasurement, DecodeMeasurement, MixedMeasurement, TransferMeasurement)
+S = TypeVar(
+    "S", PrefillMeasurement, DecodeMeasurement, MixedMeasurement, TransferMeasurement, FetchMeasurement
+)
 
 ASSUMED_FACTOR = 1.1
 """Factor of an engine that took up no prompt in a step with decodes (Splitwise's measured tables)."""
@@ -67,12 +72,17 @@ class FittedProfile:
 
 @dataclass(frozen=True, slots=True)
 class FittedLink:
-    """A KV transfer takes setup_s + s_per_token·n, and the first one between two engines handshake_s more."""
+    """A KV transfer takes setup_s + s_per_token·n, and the first one between two engines handshake_s more.
+
+    Each adds fetch_start_s to the step of the decode engine in which it starts, if anything runs there; None
+    if it was not measured.
+    """
 
     setup_s: float
     s_per_token: float
     handshake_s: float
-    curve: CurveFit
+    fetch_start_s: float | None
+    curves: tuple[CurveFit, ...]
 
 
 def fit_profile(
@@ -101,11 +111,15 @@ def fit_profile(
 
 
 def fit_link(
-    first: TransferMeasurement, later: Sequence[TransferMeasurement], fitted: FittedProfile
+    first: TransferMeasurement,
+    later: Sequence[TransferMeasurement],
+    fetches: Sequence[FetchMeasurement],
+    fitted: FittedProfile,
 ) -> FittedLink:
     """Fit the KV transfer between two engines; `first` was measured before any other contact of the two.
 
-    The decode step that follows a transfer, and the time outside steps, are taken out first.
+    The decode step that follows a transfer, and the time outside steps, are taken out first; of `fetches`,
+    which were measured while the decode engine decoded, also the decodes.
     """
 
     def after_s(sample: TransferMeasurement) -> float:
@@ -121,12 +135,28 @@ def fit_link(
     def predict_s(sample: TransferMeasurement) -> float:
         return setup_s + s_per_token * sample.tokens + after_s(sample)
 
+    fetch_start_s, fetch_curve = _fit_fetches(fetches, fitted.steps)
     return FittedLink(
         setup_s,
         s_per_token,
         max(0.0, first.seconds - predict_s(first)),
-        _compare("transfer", later, predict_s),
+        fetch_start_s,
+        (_compare("transfer", later, predict_s), fetch_curve),
     )
+
+
+def _fit_fetches(fetches: Sequence[FetchMeasurement], steps: StepModel) -> tuple[float | None, CurveFit]:
+    """Return what a KV fetch adds to a step, None without measurements, and how far each is from it."""
+    if not fetches:
+        return None, CurveFit("fetch", ())
+
+    def without_s(sample: FetchMeasurement) -> float:
+        return _decodes_s(steps, sample) + steps.d1 + steps.d2 * sample.tokens
+
+    measured_s = [sample.seconds for sample in fetches]
+    rest_s = [sample.seconds - without_s(sample) for sample in fetches]
+    (fetch_start_s,) = fit_not_negative([(1.0,)] * len(fetches), rest_s, measured_s)
+    return fetch_start_s, _compare("fetch", fetches, lambda sample: without_s(sample) + fetch_start_s)
 
 
 def _steps(tokens: int, token_budget: int) -> int:
@@ -148,7 +178,7 @@ def _prompt_s(steps: StepModel, tokens: int) -> float:
     return steps.b * tokens + steps.c * tokens**2
 
 
-def _decodes_s(steps: StepModel, sample: DecodeMeasurement | MixedMeasurement) -> float:
+def _decodes_s(steps: StepModel, sample: DecodeMeasurement | MixedMeasurement | FetchMeasurement) -> float:
     """Return the duration of a step that decodes these requests."""
     return steps.t0 + steps.d1 * sample.batch + steps.d2 * sample.context_tokens
 

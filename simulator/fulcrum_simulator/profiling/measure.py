@@ -1,5 +1,7 @@
 """Measure prefills, decode steps and mixed steps of one engine, and KV transfers to another one, over HTTP.
 
+Of the other engine it also measures by how much a transfer delays the decodes there.
+
 Both engines must be idle. All points of all curves are measured one after the other, then all again, and
 the median of each counts: a slow moment of the engine spoils one value of some points, and if the engine
 becomes slower for good, no curve is of another time than the others. `fulcrum profile` calls it.
@@ -19,6 +21,7 @@ from fulcrum_simulator.profiling.engine_client import EngineClient, EngineLimits
 from fulcrum_simulator.profiling.points import DECODE_STEPS, MeasurementPlan
 from fulcrum_simulator.profiling.samples import (
     DecodeMeasurement,
+    FetchMeasurement,
     MeasuredCurves,
     MixedMeasurement,
     PrefillMeasurement,
@@ -27,7 +30,9 @@ from fulcrum_simulator.profiling.samples import (
 
 P = TypeVar("P")
 T = TypeVar("T")
-M = TypeVar("M", PrefillMeasurement, DecodeMeasurement, MixedMeasurement, TransferMeasurement)
+M = TypeVar(
+    "M", PrefillMeasurement, DecodeMeasurement, MixedMeasurement, TransferMeasurement, FetchMeasurement
+)
 Report = Callable[[str], None]
 _STEPS_MIN = 8
 """Fewest steps from which a duration is computed."""
@@ -38,6 +43,8 @@ JOINING_PROMPTS = 4
 """Prompts that join a batch one after the other: the delay by a single one is not much longer than noise."""
 JOINING_STEPS = 4
 """Steps of the batch for each of them, besides those in which it is computed."""
+JOINING_FETCHES = 8
+"""KV fetches beside a batch, one after the other; an engine on CPUs is delayed by 20 to 180 ms."""
 _PREFILL_LEG = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -49,7 +56,7 @@ class Measurer:
     ) -> None:
         self._client, self._limits = client, limits
         self._token_budget, self._repeats, self._report = token_budget, repeats, report
-        self._decode_steps, self._mixed_steps = _Steps(), _Steps()
+        self._decode_steps, self._mixed_steps, self._fetch_steps = _Steps(), _Steps(), _Steps()
 
     async def warm_up(self, plan: MeasurementPlan) -> None:
         """Run the longest prompt and the largest batch once: engines compile and allocate on first use."""
@@ -60,14 +67,15 @@ class Measurer:
     async def measure(self, plan: MeasurementPlan, decode: EngineClient | None = None) -> MeasuredCurves:
         """Measure all points of the plan, and KV transfers to the engine `decode` if there is one.
 
-        The first transfer comes before all other points. A prompt that the engine computes only after the
-        decodes that it joins is left out.
+        The first transfer comes before all other points. A prompt that the engine computes or fetches only
+        after the decodes that it joins is left out.
         """
-        first, transfers = None, None
+        first, transfers, fetches = None, None, None
         if decode is not None:
             self._report(f"first KV transfer to {decode.url}")
             first = await self._measure_transfer(decode, plan.transfer[0])
             transfers = _CurveInRounds(plan.transfer, partial(self._measure_transfer, decode))
+            fetches = _CurveInRounds(plan.transfer, partial(self._measure_fetch, decode, plan))
         prefill = _CurveInRounds(plan.prefill, self._measure_prefill)
         decodes = _CurveInRounds(plan.decode, self._measure_decode)
         mixed = _CurveInRounds(plan.mixed, partial(self._measure_mixed, plan))
@@ -78,12 +86,15 @@ class Measurer:
             if transfers is not None:
                 for _ in range(TRANSFER_ROUNDS):
                     await transfers.measure_all()
+            if fetches is not None:
+                await fetches.measure_all()
         return MeasuredCurves(
             prefill.take_medians(),
             decodes.take_medians(),
             mixed.take_medians(),
             first,
             transfers.take_medians() if transfers else [],
+            fetches.take_medians() if fetches else [],
         )
 
     async def _measure_prefill(self, tokens: int) -> PrefillMeasurement:
@@ -115,30 +126,72 @@ class Measurer:
         """Return the mean step that computes a prompt of `tokens` while a batch decodes."""
         batch, context = plan.mixed_batch, plan.decode[0][1]
         self._report(f"prefill of {tokens} tokens in steps with {batch} decodes")
+        prompt_steps = JOINING_STEPS + -(-tokens // self._room(batch))
 
         async def measure(steps: int) -> MixedMeasurement:
-            joining_steps = JOINING_PROMPTS * (JOINING_STEPS + -(-tokens // self._room(batch)))
-            max_tokens = self._steps_to_fill(batch, context) + 2 * steps + joining_steps
-            runs, joining = (
-                [TokenTimes() for _ in range(batch)],
-                [TokenTimes() for _ in range(JOINING_PROMPTS)],
-            )
-            settled = _watch_steps(runs, steps)
+            joining = [TokenTimes() for _ in range(JOINING_PROMPTS)]
 
             async def join() -> None:
-                await settled.wait()
                 for times in joining:
                     await self._client.stream(self._body(tokens, max_tokens=1), times)
 
-            body = partial(self._body, context, max_tokens=max_tokens)
-            await _run_all([*(self._client.stream(body(), run) for run in runs), join()])
-            return _compute_mixed_step(runs, joining, tokens=tokens, context=context)
+            after = steps + JOINING_PROMPTS * prompt_steps
+            runs = await self._decode_beside(self._client, plan, join, before=steps, after=after)
+            seconds, context_tokens = _compute_joined_step(runs, joining, context=context)
+            return MixedMeasurement(tokens, seconds, batch, context_tokens)
 
         try:
             return await self._with_enough_steps(measure, self._mixed_steps, batch, context)
         except _NotMixed:
             self._report(f"nothing: the engine did not compute {tokens} tokens in steps with decodes")
             raise
+
+    async def _measure_fetch(
+        self, decode: EngineClient, plan: MeasurementPlan, tokens: int
+    ) -> FetchMeasurement:
+        """Return the mean step in which `decode` starts to fetch KV of `tokens` while it decodes."""
+        batch, context = plan.mixed_batch, plan.decode[0][1]
+        self._report(f"KV transfer of {tokens} tokens in steps with {batch} decodes")
+
+        async def measure(steps: int) -> FetchMeasurement:
+            joining = [TokenTimes() for _ in range(JOINING_FETCHES)]
+
+            async def join() -> None:
+                for times in joining:
+                    await self._fetch(decode, await self._compute_kv(tokens), times)
+
+            after = steps + JOINING_FETCHES * JOINING_STEPS
+            runs = await self._decode_beside(decode, plan, join, before=steps, after=after)
+            seconds, context_tokens = _compute_joined_step(runs, joining, context=context)
+            return FetchMeasurement(tokens, seconds, batch, context_tokens)
+
+        try:
+            return await self._with_enough_steps(measure, self._fetch_steps, batch, context)
+        except _NotMixed:
+            self._report(f"nothing: the engine did not fetch {tokens} tokens in steps with decodes")
+            raise
+
+    async def _decode_beside(
+        self,
+        engine: EngineClient,
+        plan: MeasurementPlan,
+        join: Callable[[], Awaitable[None]],
+        *,
+        before: int,
+        after: int,
+    ) -> list[TokenTimes]:
+        """Return a batch that decodes for `before` steps, until `join` is called, and for `after` more."""
+        batch, context = plan.mixed_batch, plan.decode[0][1]
+        runs = [TokenTimes() for _ in range(batch)]
+        settled = _watch_steps(runs, before)
+
+        async def join_settled() -> None:
+            await settled.wait()
+            await join()
+
+        body = partial(self._body, context, max_tokens=self._steps_to_fill(batch, context) + before + after)
+        await _run_all([*(engine.stream(body(), run) for run in runs), join_settled()])
+        return runs
 
     async def _with_enough_steps(
         self, measure: Callable[[int], Awaitable[T]], steps: "_Steps", batch: int, context: int
@@ -165,6 +218,12 @@ class Measurer:
 
     async def _measure_transfer(self, decode: EngineClient, tokens: int) -> TransferMeasurement:
         self._report(f"KV transfer of {tokens} tokens")
+        times = TokenTimes()
+        await self._fetch(decode, await self._compute_kv(tokens), times)
+        return TransferMeasurement(tokens, times.tokens_s[0] - times.sent_s)
+
+    async def _compute_kv(self, tokens: int) -> dict[str, Any]:
+        """Compute a prompt; returns the request with which another engine fetches its KV."""
         body = self._body(tokens, max_tokens=1)
         response = await self._client.complete({**body, "kv_transfer_params": _PREFILL_LEG})
         params = response.get("kv_transfer_params")
@@ -172,11 +231,13 @@ class Measurer:
             raise EngineUnusable(self._client.url, "returned no kv_transfer_params: has it a KV connector?")
         # With this count vLLM would report how much the prefill engine, not this one, did not compute.
         params = {key: value for key, value in params.items() if key != "remote_prefill_cached_tokens"}
-        times = TokenTimes()
-        await decode.stream({**body, "kv_transfer_params": params}, times)
-        if times.cached_tokens is not None and times.cached_tokens < tokens - self._limits.block_size:
+        return {**body, "kv_transfer_params": params}
+
+    async def _fetch(self, decode: EngineClient, body: dict[str, Any], times: TokenTimes) -> None:
+        await decode.stream(body, times)
+        fetched_min = len(body["prompt"]) - self._limits.block_size
+        if times.cached_tokens is not None and times.cached_tokens < fetched_min:
             raise EngineUnusable(decode.url, "computed the prompt itself instead of fetching its KV")
-        return TransferMeasurement(tokens, times.tokens_s[0] - times.sent_s)
 
     def _body(self, tokens: int, *, max_tokens: int) -> dict[str, Any]:
         prompt = self._client.make_prompt(tokens)
@@ -251,17 +312,18 @@ def _find_end(tokens_s: Sequence[float], time_s: float) -> int:
     return bisect_right(tokens_s, tokens_s[first]) - 1 if first < len(tokens_s) else first
 
 
-def _compute_mixed_step(
-    runs: Sequence[TokenTimes], joining: Sequence[TokenTimes], *, tokens: int, context: int
-) -> MixedMeasurement:
-    """Return the mean step with a joining prompt of `tokens`; the prompts of the batch have `context`.
+def _compute_joined_step(
+    runs: Sequence[TokenTimes], joining: Sequence[TokenTimes], *, context: int
+) -> tuple[float, float]:
+    """Return the mean step of a batch with a joining request, in seconds, and the batch's tokens of KV then.
 
-    It is the mean step without a joining prompt, and the mean delay by one. As many steps without one count
-    before as after the others, so that the growth of the contexts and a steady drift of the engine's speed
-    cancel out.
+    It is the mean step without a joining request, and the mean delay by one. The prompts of the batch have
+    `context` tokens. As many steps without one count before as after the others, so that the growth of the
+    contexts and a steady drift of the engine's speed cancel out.
     """
-    tokens_s, sent_s, end_s = runs[0].tokens_s, joining[0].sent_s, joining[-1].tokens_s[0]
-    first, last = bisect_right(tokens_s, sent_s) - 1, _find_end(tokens_s, end_s)
+    tokens_s = runs[0].tokens_s
+    spans = _find_spans(tokens_s, joining)
+    first, last = spans[0][0], spans[-1][1]
     start = _find_end(tokens_s, max(run.tokens_s[0] for run in runs))
     end = bisect_right(tokens_s, min(run.tokens_s[-1] for run in runs)) - 1
     if end - last < _STEPS_MIN:
@@ -270,10 +332,19 @@ def _compute_mixed_step(
     _, before_s = _mean_step(tokens_s, tokens_s[first - beside], tokens_s[first])
     _, after_s = _mean_step(tokens_s, tokens_s[last], tokens_s[last + beside])
     alone_s = (before_s + after_s) / 2
-    delay_s = (tokens_s[last] - tokens_s[first] - (last - first) * alone_s) / len(joining)
-    decoded = sum(bisect_right(run.tokens_s, sent_s) + (last - first - 1) / 2 for run in runs)
-    context_tokens = len(runs) * context + decoded
-    return MixedMeasurement(tokens, alone_s + max(delay_s, 0.0), len(runs), context_tokens)
+    late_s = sum(tokens_s[stop] - tokens_s[begin] - (stop - begin) * alone_s for begin, stop in spans)
+    decoded = sum(bisect_right(run.tokens_s, joining[0].sent_s) + (last - first - 1) / 2 for run in runs)
+    return alone_s + max(late_s / len(joining), 0.0), len(runs) * context + decoded
+
+
+def _find_spans(tokens_s: Sequence[float], joining: Sequence[TokenTimes]) -> list[tuple[int, int]]:
+    """Return for each joining request the last token before it was sent, and the first after its own."""
+    spans: list[tuple[int, int]] = []
+    for times in joining:
+        begin, end = bisect_right(tokens_s, times.sent_s) - 1, _find_end(tokens_s, times.tokens_s[0])
+        counted = spans[-1][1] if spans else begin
+        spans.append((max(begin, counted), max(end, counted)))
+    return spans
 
 
 def _watch_steps(runs: Sequence[TokenTimes], steps: int) -> asyncio.Event:

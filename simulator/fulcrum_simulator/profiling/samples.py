@@ -59,10 +59,23 @@ class TransferMeasurement(_OneLength):
 
 
 @dataclass(frozen=True, slots=True)
+class FetchMeasurement(_OneLength):
+    """One step that decodes `batch` requests and starts to fetch the KV of a prompt of `tokens`.
+
+    The batch has `context_tokens` tokens of KV. `seconds` is the mean step without a fetch, and the time that
+    the fetch and the first step of its request add.
+    """
+
+    batch: int
+    context_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
 class MeasuredCurves:
     """All that was measured.
 
     `first_transfer` was before any other contact of the two engines; None if only one was measured.
+    `transfers` were to an idle engine, `fetches` to one that decoded.
     """
 
     prefill: list[PrefillMeasurement]
@@ -70,3 +83,4 @@ class MeasuredCurves:
     mixed: list[MixedMeasurement]
     first_transfer: TransferMeasurement | None
     transfers: list[TransferMeasurement]
+    fetches: list[FetchMeasurement]

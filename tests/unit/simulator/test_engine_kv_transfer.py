@@ -34,8 +34,9 @@ PROMPT, OTHER_PROMPT, PROMPT_WITH_SAME_START = (
 )  # ten tokens each: three blocks
 
 
-def engine(name: str, *, blocks: int = BLOCKS) -> Engine:
+def engine(name: str, *, blocks: int = BLOCKS, **coefficients: Any) -> Engine:
     changes = {
+        **coefficients,
         "block_size": 4,
         "kv_capacity_tokens": 4 * blocks,
         "token_budget": 64,
@@ -116,6 +117,21 @@ def test_a_pulled_prompt_costs_the_decode_instance_one_step() -> None:
     assert digests == [prompt_digest(PROMPT)]
     assert (end.computed_tokens, end.cached_tokens, end.external_tokens, end.queue_s) == (0, 0, 10, 1.0)
     assert (d.stats.prompt_external, d.stats.prompt_local_compute, d.stats.external_hits) == (10, 0, 10)
+
+
+def test_a_fetch_delays_the_decodes_of_the_step_in_which_it_starts() -> None:
+    """Here a step takes 1 s, and 1/1024 s for each token of context: sums are exact."""
+    p, d = engine("p"), engine("d", t0=1.0, d1=0.0, d2=1 / 1024, fetch_start_s=0.25)
+    d.submit(request("first", OTHER_PROMPT, max_tokens=9))
+    step(d, 0.0)
+    d.submit(
+        request("r-d", PROMPT, kv_transfer=import_from(export_prompt(p, "r-p", PROMPT), p), max_tokens=2)
+    )
+    fetching = d.start_step(1.0)
+    assert fetching is not None
+    assert (fetching.duration_s, len(d.take_kv_fetches())) == (1.25 + 11 / 1024, 1)
+    planned = d.plan_decode_run(1.0, fetching, steps_max=2)
+    assert planned.ends_s == [1.0 + fetching.duration_s, 1.0 + fetching.duration_s + 1.0 + 12 / 1024]
 
 
 def test_only_blocks_missing_from_the_prefix_cache_are_pulled() -> None:

@@ -22,7 +22,16 @@ from tests.unit.operator.engine_cases import fixture_facts
 
 STEPS = StepModel(t0=0.0169, b=7.64e-5, c=6.6e-10, d1=2e-5, d2=4.8e-8, mixed_factor=1.1)
 FITTED = FittedProfile(STEPS, 0.004, (CurveFit("prefill", (FittedPoint("64 tokens", 1.0, 1.0123),) * 8),))
-LINK = FittedLink(0.001, 327680 / 4e10, 0.1, CurveFit("transfer", (FittedPoint("64 tokens", 1.0, 0.98),) * 5))
+LINK = FittedLink(
+    0.001,
+    327680 / 4e10,
+    0.1,
+    0.05,
+    (
+        CurveFit("transfer", (FittedPoint("64 tokens", 1.0, 0.98),) * 5),
+        CurveFit("fetch", (FittedPoint("64 tokens", 1.0, 1.03),) * 5),
+    ),
+)
 
 
 def engine(device: HardwareFacts | None, *, tensor_parallel: int = 4) -> ProfiledEngine:
@@ -41,9 +50,10 @@ def test_the_file_holds_what_was_measured() -> None:
     profile = parse_profile(render_profile(engine(find_hardware("H100-SXM")), FITTED, LINK), source="mine")
     assert (profile.step_model, profile.link_bytes_per_s) == (STEPS, 4e10)
     assert (profile.link_setup_s, profile.handshake_s, profile.kv_capacity_tokens) == (0.001, 0.1, 430_000)
+    assert profile.fetch_start_s == 0.05
     assert profile.description == (
         "llama, measured: prefill within 1.2% on average over 8 points, "
-        "transfer within 2.0% on average over 5 points."
+        "transfer within 2.0% on average over 5 points, fetch within 3.0% on average over 5 points."
     )
 
 
@@ -58,8 +68,14 @@ def test_without_a_device_the_peaks_are_the_lowest_that_permit_the_fit() -> None
 
 def test_a_link_that_was_not_measured_is_named_in_the_file() -> None:
     text = render_profile(engine(None), FITTED, None)
-    assert "# Assumed, not measured: the three link and handshake values (one engine was given)." in text
+    assert "# Assumed, not measured: link, handshake and fetch values (one engine was given)." in text
     assert parse_profile(text, source="mine").link_bytes_per_s == 1e10
+
+
+def test_fetches_that_were_not_measured_are_named_in_the_file() -> None:
+    text = render_profile(engine(None), FITTED, replace(LINK, fetch_start_s=None))
+    assert "# Assumed, not measured: fetch_start_s" in text
+    assert parse_profile(text, source="mine").fetch_start_s == 0.0
 
 
 def test_a_factor_that_was_not_measured_is_named_in_the_file() -> None:

@@ -12,6 +12,7 @@ from fulcrum_simulator.profiling.least_squares import fit_not_negative
 from fulcrum_simulator.profiling.points import spread
 from fulcrum_simulator.profiling.samples import (
     DecodeMeasurement,
+    FetchMeasurement,
     MixedMeasurement,
     PrefillMeasurement,
     TransferMeasurement,
@@ -120,10 +121,28 @@ def test_the_link_is_fitted_without_the_step_and_the_time_outside_it() -> None:
         step_s = TRUTH.step_s((), [tokens])
         return TransferMeasurement(tokens, handshake_s + 0.002 + 1e-5 * tokens + step_s + OVERHEAD_S)
 
-    link = fit_link(transfer(64, 0.1), [transfer(tokens) for tokens in (64, 512, 4096)], fitted)
-    assert [link.setup_s, link.s_per_token, link.handshake_s, link.curve.mape] == pytest.approx(
-        [0.002, 1e-5, 0.1, 0.0], abs=1e-9
+    def fetch(tokens: int) -> FetchMeasurement:
+        seconds = TRUTH.step_s((), [64] * 8) + 0.05 + TRUTH.d1 + TRUTH.d2 * tokens
+        return FetchMeasurement(tokens, seconds, batch=8, context_tokens=512)
+
+    lengths = (64, 512, 4096)
+    link = fit_link(
+        transfer(64, 0.1),
+        [transfer(tokens) for tokens in lengths],
+        [fetch(tokens) for tokens in lengths],
+        fitted,
     )
+    assert [link.setup_s, link.s_per_token, link.handshake_s, link.fetch_start_s] == pytest.approx(
+        [0.002, 1e-5, 0.1, 0.05], abs=1e-9
+    )
+    assert [(curve.name, len(curve.points)) for curve in link.curves] == [("transfer", 3), ("fetch", 3)]
+    assert max(curve.mape for curve in link.curves) < 1e-6
+
+
+def test_without_fetches_beside_decodes_none_are_assumed() -> None:
+    first = TransferMeasurement(64, 0.1)
+    link = fit_link(first, [first], [], FittedProfile(TRUTH, OVERHEAD_S, ()))
+    assert (link.fetch_start_s, link.curves[1].points) == (None, ())
 
 
 def test_points_spread_evenly_over_what_the_engine_holds() -> None:

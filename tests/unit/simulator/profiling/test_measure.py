@@ -31,7 +31,9 @@ from fulcrum_simulator.server.side_channel_server import SideChannelServer, star
 
 pytestmark = pytest.mark.looptime(start=0.0)
 
-PROFILE = load_profile("laptop").model_copy(update={"mixed_factor": 1.3, "handshake_s": 0.05})
+PROFILE = load_profile("laptop").model_copy(
+    update={"mixed_factor": 1.3, "handshake_s": 0.05, "fetch_start_s": 0.03}
+)
 
 
 @asynccontextmanager
@@ -104,20 +106,22 @@ async def test_the_coefficients_of_a_known_engine_are_recovered() -> None:
             token_budget=PROFILE.token_budget,
         )
         assert curves.first_transfer is not None
-        link = fit_link(curves.first_transfer, curves.transfers, fitted)
+        link = fit_link(curves.first_transfer, curves.transfers, curves.fetches, fitted)
     steps = fitted.steps
     assert [steps.t0, steps.b, steps.c, steps.d1, steps.d2, steps.mixed_factor] == pytest.approx(
         [PROFILE.t0, PROFILE.b, PROFILE.c, PROFILE.d1, PROFILE.d2, PROFILE.mixed_factor], rel=0.1
     )
-    assert [link.s_per_token, link.setup_s, link.handshake_s] == pytest.approx(
+    assert [link.s_per_token, link.setup_s, link.handshake_s, link.fetch_start_s] == pytest.approx(
         [
             PROFILE.kv_bytes_per_token / PROFILE.link_bytes_per_s,
             PROFILE.link_setup_s,
             PROFILE.handshake_s,
+            PROFILE.fetch_start_s,
         ],
         rel=0.1,
     )
-    assert (max(curve.mape for curve in (*fitted.curves, link.curve)) < 0.02, len(lines)) == (True, 58)
+    assert max(curve.mape for curve in (*fitted.curves, *link.curves)) < 0.02
+    assert len(lines) == 63
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
