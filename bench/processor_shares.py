@@ -6,9 +6,11 @@ under the root group, so that a limit on the bench's own group does not hold for
 `…_vllm` use it.
 """
 
+import errno
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -41,6 +43,7 @@ while os.getppid() == {parent}:
     print(loops / (time.process_time() - cpu_s), flush=True)
 """
 _INTERVAL_S = 0.25
+_REMOVAL_MAX_S = 10.0
 
 
 class ProcessorShares:
@@ -159,10 +162,7 @@ class ProcessorShares:
                 self._following.join()
             self._speedometer.communicate()
         for group in self._groups:
-            try:
-                group.rmdir()
-            except OSError as error:
-                print(f"warning: {group} stays: {error.strerror}", file=sys.stderr)
+            _remove_group(group)
 
 
 @dataclass
@@ -172,6 +172,20 @@ class _Limit:
     group: Path
     share: float
     now: float
+
+
+def _remove_group(group: Path) -> None:
+    """Remove a group, or say that it stays: it is busy until the kernel has cleared the last process away."""
+    end_s = time.monotonic() + _REMOVAL_MAX_S
+    while True:
+        try:
+            group.rmdir()
+            return
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() > end_s:
+                print(f"warning: {group} stays: {error.strerror}", file=sys.stderr)
+                return
+        time.sleep(0.05)
 
 
 def _make_refusal(error: OSError) -> InvalidInput:

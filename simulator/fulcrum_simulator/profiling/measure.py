@@ -72,8 +72,7 @@ class Measurer:
         """
         first, transfers, fetches = None, None, None
         if decode is not None:
-            self._report(f"first KV transfer to {decode.url}")
-            first = await self._measure_transfer(decode, plan.transfer[0])
+            first = await self._measure_transfer(decode, plan.transfer[0], is_first=True)
             transfers = _CurveInRounds(plan.transfer, partial(self._measure_transfer, decode))
             fetches = _CurveInRounds(plan.transfer, partial(self._measure_fetch, decode, plan))
         prefill = _CurveInRounds(plan.prefill, self._measure_prefill)
@@ -216,8 +215,11 @@ class Measurer:
                     ) from None
                 steps.count *= 2
 
-    async def _measure_transfer(self, decode: EngineClient, tokens: int) -> TransferMeasurement:
-        self._report(f"KV transfer of {tokens} tokens")
+    async def _measure_transfer(
+        self, decode: EngineClient, tokens: int, *, is_first: bool = False
+    ) -> TransferMeasurement:
+        name = f"KV transfer of {tokens} tokens"
+        self._report(f"first {name} to {decode.url}" if is_first else name)
         times = TokenTimes()
         await self._fetch(decode, await self._compute_kv(tokens), times)
         return TransferMeasurement(tokens, times.tokens_s[0] - times.sent_s)

@@ -1,5 +1,6 @@
 """Engines of a measurement get a share of a processor by control groups of version 1 or 2."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -44,6 +45,24 @@ def test_a_group_that_cannot_be_removed_is_named(tmp_path: Path, capsys: pytest.
     shares.limit("p-0", [7], 0.45)
     shares.remove()  # a plain folder with files stays
     assert "stays: Directory not empty" in capsys.readouterr().err
+
+
+def test_a_group_that_is_busy_for_a_moment_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tries: list[Path] = []
+
+    def remove_at_the_third_try(group: Path) -> None:
+        tries.append(group)
+        if len(tries) < 3:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+
+    (tmp_path / "cpu").mkdir()
+    shares = ProcessorShares(tmp_path)
+    shares.limit("p-0", [7], 0.45)
+    monkeypatch.setattr(Path, "rmdir", remove_at_the_third_try)
+    shares.remove()
+    assert (len(tries), capsys.readouterr().err) == (3, "")
 
 
 async def test_engines_get_less_of_a_processor_that_is_faster_than_the_held_speed(tmp_path: Path) -> None:
