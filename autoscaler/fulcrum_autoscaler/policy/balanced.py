@@ -3,11 +3,11 @@
 Every tick scores all splits (`split_score`) on the work in flight and on a forecast of the work to come
 (`forecast`), corrected by what decode shows (`decode_correction`). The target is the split with the lowest
 worst ratio. While the current split is worse than the target, the difference is added up over time: the
-regret of staying. The flips follow when the regret reaches their price. So a split that is far off is left at
-the second look, one that is slightly off after a while, and noise moves no instance. A split that meets all
+regret of staying. The flips follow when the regret reaches their price. So a split that is far off is left
+after two ticks, one that is slightly off after a while, and noise moves no instance. A split that meets all
 objectives with a margin has no regret, so that the instances that served one burst still serve the next one.
-When no split is good enough, the prompts that decode can compute in its spare time count, too: such a split
-need not move. `decide` calls it at ticks; it ignores flip requests.
+When the worst ratio of even the best split is high (`DEFLECTION_FROM`), some of the prompts that decode can
+compute in its spare time count as prefill capacity. `decide` calls it at ticks; it ignores flip requests.
 """
 
 import math
@@ -45,7 +45,7 @@ queue grow by a tenth of a second each second, which a long objective bears for 
 PRICE_MIN_S = 0.5
 """Least price: with short objectives, the noise of the arrivals decides the price."""
 TICK_SHARE_MAX = 0.5
-"""Most of the price that one tick pays: what a single look at the service shows moves no instance."""
+"""Most of the price that one tick pays, so that a single tick moves no instance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +64,8 @@ class BalanceState:
     """Decode steps as a multiple of what the latency models say, averaged over time."""
 
 
-def forget_time(state: BalanceState) -> BalanceState:
-    """Begin anew with all that is added up over time: the time that passes now is not looked at."""
+def reset_sums(state: BalanceState) -> BalanceState:
+    """Forget regret, correction and slowdown: while flips are blocked, no tick measures them."""
     return replace(state, paid=0.0, weighed_at_s=None, correction=NO_CORRECTION, slowdown=1.0)
 
 
@@ -114,9 +114,10 @@ def _average_slowdown(before: float, observation: Observation, seconds: float) -
 def find_target(
     prefill: int, decode: int, need: Need, rules: AutoscalingRules
 ) -> tuple[SplitScore, SplitScore]:
-    """Return the scores of the current split and of the best one; equal ones: the fewest flips.
+    """Return the scores of the current split and of the target: the best one, of equal ones the nearest one.
 
-    Deflection counts as far as no split is good enough without it.
+    All up to `COMFORT` are equal. Deflection counts in part from a worst ratio of the best split above
+    `DEFLECTION_FROM`, and fully from `DEFLECTION_FULL_FROM`.
     """
     total, floors = prefill + decode, rules.assignment_rules.floors
     low, high = max(1, floors.prefill), total - max(1, floors.decode)

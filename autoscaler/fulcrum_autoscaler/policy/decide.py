@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from fulcrum_autoscaler.policy import arrow
 from fulcrum_autoscaler.policy.arrow import MonitorState, hold_if_blocked
-from fulcrum_autoscaler.policy.balanced import BalanceState, decide_balance, forget_time
+from fulcrum_autoscaler.policy.balanced import BalanceState, decide_balance, reset_sums
 from fulcrum_autoscaler.policy.decisions import DecisionAction, FlipDecision, Trigger, hold
 from fulcrum_autoscaler.policy.observation import AutoscalingRules, Observation
 from fulcrum_core.router_state import FlipRequest
@@ -30,7 +30,7 @@ def decide_on_tick(
         return PolicyState(monitor=monitor), decision
     blocked = hold_if_blocked(observation, rules, Trigger.TICK, now_s=now_s)
     if blocked:
-        return replace(state, balance=forget_time(state.balance)), blocked
+        return replace(state, balance=reset_sums(state.balance)), blocked
     balance, decision = decide_balance(state.balance, observation, rules, now_s=now_s)
     return PolicyState(balance=balance), decision
 

@@ -135,7 +135,7 @@ def _compute_rows(
         ),
         _Row(
             "FCFS, late refused",
-            find_fcfs_rate(requests, fleet, attainment=attainment, reject_late=True),
+            find_fcfs_rate(requests, fleet, attainment=attainment, refuse_late=True),
             "no bound: the same, prompts that would be late are refused",
         ),
     )

@@ -1,7 +1,7 @@
 """The instances that can take work now, by phase, prepared once for all requests until an instance changes.
 
 Dispatch runs for every request, while a role, `serving` or an identity changes rarely. What depends only on
-these is found here: who serves which phase, and which decode instances can read whose KV. Load and
+these is found here: who serves which phase, and which decode instances can fetch whose KV. Load and
 predictions change with every request: dispatch reads them itself. The fleet keeps one `Candidates` and makes
 another when an instance has changed.
 """
@@ -26,7 +26,7 @@ class Candidates(Generic[V]):
     Valid until the role, `serving` or the identity of an instance changes; make a new one then.
     """
 
-    __slots__ = ("_pools", "_readers", "decode", "other_role", "overflow", "prefill")
+    __slots__ = ("_fetchers", "_pools", "decode", "other_role", "overflow", "prefill")
 
     def __init__(self, instances: Iterable[V]) -> None:
         serving = [instance for instance in instances if instance.serving]
@@ -39,13 +39,13 @@ class Candidates(Generic[V]):
         """Instances that take decode legs."""
         self.other_role: tuple[V, ...] = tuple(i for i in serving if i.role is _PREFILL)
         """Instances that decode only if no instance of `decode` can."""
-        self._readers: dict[int, tuple[EngineIdentity, tuple[V, ...], tuple[V, ...]]] = {}
+        self._fetchers: dict[int, tuple[EngineIdentity, tuple[V, ...], tuple[V, ...]]] = {}
         self.prefill: tuple[V, ...] = tuple(
             i
             for i in serving
-            if i.role is not _DECODE and (not self.decode or self.list_readers(i.identity)[0])
+            if i.role is not _DECODE and (not self.decode or self.list_fetchers(i.identity)[0])
         )
-        """Instances that take prefill legs: some decode instance can read their KV, or none serves."""
+        """Instances that take prefill legs: some decode instance can fetch their KV, or none serves."""
         self._pools = _share_by_pool(self.prefill or self.decode)
 
     def predict_prefill_s(self, tokens: int) -> float:
@@ -61,14 +61,14 @@ class Candidates(Generic[V]):
         speed = sum(share / max(_SHORTEST_S, i.prefill_model.ttft_s(tokens)) for i, share in pools)
         return 1.0 / speed if speed else 0.0
 
-    def list_readers(self, source: EngineIdentity | None) -> tuple[tuple[V, ...], tuple[V, ...]]:
-        """The instances of `decode`, and those of `other_role`, that can read the KV of engine `source`."""
+    def list_fetchers(self, source: EngineIdentity | None) -> tuple[tuple[V, ...], tuple[V, ...]]:
+        """The instances of `decode`, and those of `other_role`, that can fetch the KV of engine `source`."""
         if source is None:
             return self.decode, self.other_role
-        known = self._readers.get(id(source))
+        known = self._fetchers.get(id(source))
         if known is None:  # the identity is kept, so that no other object gets its id
-            known = (source, _filter_readers(source, self.decode), _filter_readers(source, self.other_role))
-            self._readers[id(source)] = known
+            known = (source, _filter_fetchers(source, self.decode), _filter_fetchers(source, self.other_role))
+            self._fetchers[id(source)] = known
         return known[1], known[2]
 
 
@@ -81,18 +81,18 @@ def _share_by_pool(instances: tuple[V, ...]) -> list[tuple[V, float]]:
     return [(instance, counts[pool] / len(instances)) for pool, instance in first.items()]
 
 
-def _filter_readers(source: EngineIdentity, instances: tuple[V, ...]) -> tuple[V, ...]:
-    """Filter the instances that can read the KV of `source`, comparing each distinct identity once."""
-    readable: dict[int, bool] = {}
+def _filter_fetchers(source: EngineIdentity, instances: tuple[V, ...]) -> tuple[V, ...]:
+    """Filter the instances that can fetch the KV of `source`, comparing each distinct identity once."""
+    fetchable: dict[int, bool] = {}
     for instance in instances:
-        reader = instance.identity
-        if id(reader) not in readable:
-            readable[id(reader)] = can_read(source, reader)
-    return tuple(instance for instance in instances if readable[id(instance.identity)])
+        fetcher = instance.identity
+        if id(fetcher) not in fetchable:
+            fetchable[id(fetcher)] = can_fetch(source, fetcher)
+    return tuple(instance for instance in instances if fetchable[id(instance.identity)])
 
 
-def can_read(source: EngineIdentity | None, reader: EngineIdentity | None) -> bool:
-    """Whether an engine `reader` can use the KV of an engine `source`; unknown identities are compatible."""
-    if source is None or reader is None or source is reader:
+def can_fetch(source: EngineIdentity | None, fetcher: EngineIdentity | None) -> bool:
+    """Whether an engine `fetcher` can use the KV of an engine `source`; unknown identities are compatible."""
+    if source is None or fetcher is None or source is fetcher:
         return True
-    return can_transfer(source, reader).allowed
+    return can_transfer(source, fetcher).allowed

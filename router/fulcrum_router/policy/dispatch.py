@@ -199,8 +199,8 @@ def choose_decode(
         if prefilled_on.role is not _PREFILL and prefilled_on.serving and prefilled_on.name not in exclude:
             cost = compute_decode_cost(prefilled_on, work.context_tokens, work.slo.tpot_s, now_s)
             return Dispatch(prefilled_on.name, _PREFILLED_HERE, cost[:2])
-    readers, other_role = candidates.list_readers(source)
-    count, best, within = _find_cheapest_decode(readers, work, now_s, exclude, pairs)
+    fetchers, other_role = candidates.list_fetchers(source)
+    count, best, within = _find_cheapest_decode(fetchers, work, now_s, exclude, pairs)
     if best is None:
         _, best, _ = _find_cheapest_decode(other_role, work, now_s, exclude, None)
         if best is None:
@@ -209,7 +209,7 @@ def choose_decode(
     if within is not None:  # the first part ranks first, so a dearer instance may still meet the SLO
         return _dispatch(within, _WITHIN_SLO)
     least = _dispatch(best, DispatchReason.LEAST_COST)
-    others = [reader for reader in readers if reader.name not in exclude]
+    others = [fetcher for fetcher in fetchers if fetcher.name not in exclude]
     reason = _explain_flip_to_decode(others, candidates.other_role, work, rules, now_s)
     if reason is None:
         return least

@@ -78,8 +78,11 @@ class DecodePool:
             (self._now_s + steps * step_s - decode.first_token_s) / decode.tokens for steps, decode in left
         ]
 
-    def backlog_s(self) -> float:
-        """Return the seconds of one instance that the remaining steps of all requests add."""
+    def remaining_work_s(self) -> float:
+        """Return by how many seconds the remaining tokens of all requests make one instance's steps longer.
+
+        The fixed time of a step is not among them.
+        """
         steps = sum(last_step - self._step for last_step, _ in self._running)
         steps += sum(decode.tokens for decode in self._waiting)
         context = self._context_tokens / len(self._running) if self._running else 0.0

@@ -12,38 +12,38 @@ from fulcrum_simulator.workload.requests import WorkloadRequest
 
 
 def count_fcfs_on_time(
-    requests: Sequence[WorkloadRequest], fleet: UniformFleet, *, reject_late: bool = False
+    requests: Sequence[WorkloadRequest], fleet: UniformFleet, *, refuse_late: bool = False
 ) -> int:
     """Return how many requests have their first token within the TTFT SLO.
 
-    Each prompt runs alone, on the instance that is free first. With `reject_late`, a prompt that would end
+    Each prompt runs alone, on the instance that is free first. With `refuse_late`, a prompt that would end
     late is refused at its arrival and takes no time; it counts as late.
     """
     prefills_s = [fleet.prefill_alone_s(request) for request in requests]
-    return _count_on_time([request.arrival_s for request in requests], prefills_s, fleet, reject_late)
+    return _count_on_time([request.arrival_s for request in requests], prefills_s, fleet, refuse_late)
 
 
 def find_fcfs_rate(
-    requests: Sequence[WorkloadRequest], fleet: UniformFleet, *, attainment: float, reject_late: bool = False
+    requests: Sequence[WorkloadRequest], fleet: UniformFleet, *, attainment: float, refuse_late: bool = False
 ) -> float:
     """Return B5, in requests/s: the highest rate at which the queue reaches that TTFT attainment."""
     required = count_required(len(requests), attainment)
     prefills_s = [fleet.prefill_alone_s(request) for request in requests]
     return find_highest_rate(
         requests,
-        lambda arrivals_s: _count_on_time(arrivals_s, prefills_s, fleet, reject_late) >= required,
+        lambda arrivals_s: _count_on_time(arrivals_s, prefills_s, fleet, refuse_late) >= required,
     )
 
 
 def _count_on_time(
-    arrivals_s: Sequence[float], prefills_s: Sequence[float], fleet: UniformFleet, reject_late: bool
+    arrivals_s: Sequence[float], prefills_s: Sequence[float], fleet: UniformFleet, refuse_late: bool
 ) -> int:
     free_s = [0.0] * fleet.instances
     on_time = 0
     for arrival_s, prefill_s in zip(arrivals_s, prefills_s, strict=True):
         end_s = max(arrival_s, free_s[0]) + prefill_s
         late = end_s - arrival_s > fleet.slo.ttft_s
-        if not (late and reject_late):
+        if not (late and refuse_late):
             heapq.heapreplace(free_s, end_s)
         on_time += not late
     return on_time

@@ -84,7 +84,7 @@ class SplitQueue:
         late += sum(tpot_s > slo_s for tpot_s in self._pool.expected_tpots_s(self._fleet.instances - prefill))
         prompts_s = sum(self._tasks[index].prefill_s for index in waiting)
         running_s = sum(max(0.0, free_s - self._now_s) for free_s in self._free_s)
-        return late, prompts_s + running_s + self._pool.backlog_s()
+        return late, prompts_s + running_s + self._pool.remaining_work_s()
 
     def _set_prefill(self, prefill: int) -> None:
         """Take away or add the instances that are free first; one that returns may still compute a prompt."""

@@ -13,10 +13,10 @@ from fulcrum_simulator.profiling.engine_client import EngineLimits
 from fulcrum_simulator.profiling.fit import CurveFit, FittedLink, FittedProfile
 
 _ASSUMED_LINK = {"link_bytes_per_s": 1e10, "link_setup_s": 0.002, "handshake_s": 0.1, "fetch_start_s": 0.0}
-"""Stands for a link that was not measured: 100 Gbit/s Ethernet, and fetches that delay no decodes."""
+"""Stand for a link that was not measured: 10 GB/s, of 100 Gbit/s Ethernet; fetches delay no decodes."""
 _ASSUMED_STARTUP_S = 60.0
 _LIMIT_MARGIN = 1.001
-"""Keeps a limit that was computed from a coefficient below it after rounding."""
+"""Raises a peak that is computed from a coefficient: the loader must accept this coefficient, rounded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ def render_profile(engine: ProfiledEngine, fitted: FittedProfile, link: FittedLi
 
 
 def _describe_curve(curve: CurveFit) -> str:
-    return f"{curve.name} within {curve.mape:.1%} on average over {len(curve.points)} points"
+    return f"mean error of {curve.name} {curve.mape:.1%} over {len(curve.points)} points"
 
 
 def _round(value: float) -> float:
@@ -101,15 +101,11 @@ def _link_fields(engine: ProfiledEngine, link: FittedLink | None) -> dict[str, f
 def _comments(engine: ProfiledEngine, fitted: FittedProfile, link: FittedLink | None) -> list[str]:
     lines = ["# Written by `fulcrum profile`. Assumed, not measured: startup_s."]
     if any(curve.name == "mixed" and not curve.points for curve in fitted.curves):
-        lines.append(
-            "# Assumed, not measured: mixed_factor; the engine computed no prompt in a step with decodes."
-        )
+        lines.append("# Assumed, not measured: mixed_factor; no prompt could be measured beside decodes.")
     if link is None:
         lines.append("# Assumed, not measured: link, handshake and fetch values (one engine was given).")
     elif link.fetch_start_s is None:
-        lines.append(
-            "# Assumed, not measured: fetch_start_s; the engine fetched no KV in a step with decodes."
-        )
+        lines.append("# Assumed, not measured: fetch_start_s; no KV fetch could be measured beside decodes.")
     if engine.device is None:
         lines.append("# No device was given: peak_flops and hbm_bytes_per_s are the lowest that fit.")
     return lines

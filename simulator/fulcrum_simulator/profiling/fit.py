@@ -118,8 +118,8 @@ def fit_link(
 ) -> FittedLink:
     """Fit the KV transfer between two engines; `first` was measured before any other contact of the two.
 
-    The decode step that follows a transfer, and the time outside steps, are taken out first; of `fetches`,
-    which were measured while the decode engine decoded, also the decodes.
+    From each transfer, the decode step that follows it and the time outside of steps are subtracted first.
+    From each of `fetches`, the step of the batch is, and what the fetched request adds to its first step.
     """
 
     def after_s(sample: TransferMeasurement) -> float:

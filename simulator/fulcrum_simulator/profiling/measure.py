@@ -4,7 +4,7 @@ Of the other engine it also measures by how much a transfer delays the decodes t
 
 Both engines must be idle. All points of all curves are measured one after the other, then all again, and
 the median of each counts: a slow moment of the engine spoils one value of some points, and if the engine
-becomes slower for good, no curve is of another time than the others. `fulcrum profile` calls it.
+becomes slower for good, all curves change alike. `fulcrum profile` calls it.
 
 A prefill or a KV transfer lasts from sending the request to its first token. Decode steps and mixed steps
 are differences between arrivals of tokens, so that the time from the engine to the client cancels out.
@@ -44,12 +44,15 @@ JOINING_PROMPTS = 4
 JOINING_STEPS = 4
 """Steps of the batch for each of them, besides those in which it is computed."""
 JOINING_FETCHES = 8
-"""KV fetches beside a batch, one after the other; an engine on CPUs is delayed by 20 to 180 ms."""
+"""KV fetches beside a batch, one after the other: on CPUs single delays differ several times over."""
 _PREFILL_LEG = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 class Measurer:
-    """Measures one engine of known limits. `report` is called with a line before each point."""
+    """Measures one engine of known limits, and KV transfers to a second one, taken to have the same limits.
+
+    `report` is called with a line before each point.
+    """
 
     def __init__(
         self, client: EngineClient, limits: EngineLimits, *, token_budget: int, repeats: int, report: Report
@@ -67,8 +70,8 @@ class Measurer:
     async def measure(self, plan: MeasurementPlan, decode: EngineClient | None = None) -> MeasuredCurves:
         """Measure all points of the plan, and KV transfers to the engine `decode` if there is one.
 
-        The first transfer comes before all other points. A prompt that the engine computes or fetches only
-        after the decodes that it joins is left out.
+        The first transfer comes before all other points. A point is left out if the batch ends too soon
+        after the requests that should join it.
         """
         first, transfers, fetches = None, None, None
         if decode is not None:
@@ -119,7 +122,7 @@ class Measurer:
             context_tokens = sum(context + index + (together + 1) / 2 for index in before)
             return DecodeMeasurement(batch, context_tokens, seconds)
 
-        return await self._with_enough_steps(measure, self._decode_steps, batch, context)
+        return await self._with_enough_steps(measure, self._decode_steps, self._client, batch, context)
 
     async def _measure_mixed(self, plan: MeasurementPlan, tokens: int) -> MixedMeasurement:
         """Return the mean step that computes a prompt of `tokens` while a batch decodes."""
@@ -140,9 +143,9 @@ class Measurer:
             return MixedMeasurement(tokens, seconds, batch, context_tokens)
 
         try:
-            return await self._with_enough_steps(measure, self._mixed_steps, batch, context)
-        except _NotMixed:
-            self._report(f"nothing: the engine did not compute {tokens} tokens in steps with decodes")
+            return await self._with_enough_steps(measure, self._mixed_steps, self._client, batch, context)
+        except _JoinedTooLate:
+            self._report(f"left out: the batch ended too soon after prompts of {tokens} tokens")
             raise
 
     async def _measure_fetch(
@@ -165,9 +168,9 @@ class Measurer:
             return FetchMeasurement(tokens, seconds, batch, context_tokens)
 
         try:
-            return await self._with_enough_steps(measure, self._fetch_steps, batch, context)
-        except _NotMixed:
-            self._report(f"nothing: the engine did not fetch {tokens} tokens in steps with decodes")
+            return await self._with_enough_steps(measure, self._fetch_steps, decode, batch, context)
+        except _JoinedTooLate:
+            self._report(f"left out: the batch ended too soon after KV transfers of {tokens} tokens")
             raise
 
     async def _decode_beside(
@@ -179,7 +182,10 @@ class Measurer:
         before: int,
         after: int,
     ) -> list[TokenTimes]:
-        """Return a batch that decodes for `before` steps, until `join` is called, and for `after` more."""
+        """Run a batch on `engine`, call `join` after `before` steps, and let the batch decode `after` more.
+
+        Returns the token times of the batch.
+        """
         batch, context = plan.mixed_batch, plan.decode[0][1]
         runs = [TokenTimes() for _ in range(batch)]
         settled = _watch_steps(runs, before)
@@ -193,7 +199,12 @@ class Measurer:
         return runs
 
     async def _with_enough_steps(
-        self, measure: Callable[[int], Awaitable[T]], steps: "_Steps", batch: int, context: int
+        self,
+        measure: Callable[[int], Awaitable[T]],
+        steps: "_Steps",
+        engine: EngineClient,
+        batch: int,
+        context: int,
     ) -> T:
         """Measure with twice as many steps until enough are undisturbed; the curve goes on with them.
 
@@ -207,10 +218,10 @@ class Measurer:
                 return await measure(min(steps.count, most))
             except _TooFewSteps as error:
                 if steps.count >= most:
-                    if isinstance(error, _NotMixed):
+                    if isinstance(error, _JoinedTooLate):
                         raise
                     raise EngineUnusable(
-                        self._client.url,
+                        engine.url,
                         f"decoded only {error.steps} steps undisturbed: is it idle, is --token-budget right?",
                     ) from None
                 steps.count *= 2
@@ -231,7 +242,7 @@ class Measurer:
         params = response.get("kv_transfer_params")
         if not isinstance(params, dict) or not params:
             raise EngineUnusable(self._client.url, "returned no kv_transfer_params: has it a KV connector?")
-        # With this count vLLM would report how much the prefill engine, not this one, did not compute.
+        # With this field the other engine would report the cached tokens of this one in place of its own.
         params = {key: value for key, value in params.items() if key != "remote_prefill_cached_tokens"}
         return {**body, "kv_transfer_params": params}
 
@@ -269,11 +280,11 @@ class _CurveInRounds(Generic[P, M]):
         self._values: dict[P, list[M]] = {point: [] for point in points}
 
     async def measure_all(self) -> None:
-        """Measure each point once; one that raises `_NotMixed` is left out, with its earlier values."""
+        """Measure each point once; one that raises `_JoinedTooLate` is left out, with its earlier values."""
         for point in tuple(self._values):
             try:
                 self._values[point].append(await self._measure(point))
-            except _NotMixed:
+            except _JoinedTooLate:
                 del self._values[point]
 
     def take_medians(self) -> list[M]:
@@ -292,8 +303,8 @@ class _TooFewSteps(Exception):
         self.steps = steps
 
 
-class _NotMixed(_TooFewSteps):
-    """The decodes ended before the prompts that joined them, or so soon after them that no steps are left."""
+class _JoinedTooLate(_TooFewSteps):
+    """Fewer than `_STEPS_MIN` steps of the batch follow the last request that joins it, or none do."""
 
 
 def _mean_step(tokens_s: Sequence[float], start_s: float, end_s: float) -> tuple[int, float]:
@@ -317,11 +328,11 @@ def _find_end(tokens_s: Sequence[float], time_s: float) -> int:
 def _compute_joined_step(
     runs: Sequence[TokenTimes], joining: Sequence[TokenTimes], *, context: int
 ) -> tuple[float, float]:
-    """Return the mean step of a batch with a joining request, in seconds, and the batch's tokens of KV then.
+    """Return the mean step of a batch while a request joins it, in seconds, and the batch's KV tokens then.
 
-    It is the mean step without a joining request, and the mean delay by one. The prompts of the batch have
-    `context` tokens. As many steps without one count before as after the others, so that the growth of the
-    contexts and a steady drift of the engine's speed cancel out.
+    The step is the mean one without a joining request plus the mean delay by one. The prompts of the batch
+    have `context` tokens. As many steps without one count before as after the others, so that the growth of
+    the contexts and a steady drift of the engine's speed cancel out.
     """
     tokens_s = runs[0].tokens_s
     spans = _find_spans(tokens_s, joining)
@@ -329,7 +340,7 @@ def _compute_joined_step(
     start = _find_end(tokens_s, max(run.tokens_s[0] for run in runs))
     end = bisect_right(tokens_s, min(run.tokens_s[-1] for run in runs)) - 1
     if end - last < _STEPS_MIN:
-        raise _NotMixed(max(0, end - last))
+        raise _JoinedTooLate(max(0, end - last))
     beside = min(first - start, end - last)
     _, before_s = _mean_step(tokens_s, tokens_s[first - beside], tokens_s[first])
     _, after_s = _mean_step(tokens_s, tokens_s[last], tokens_s[last + beside])

@@ -17,7 +17,7 @@ class _OneLength:
 
     @property
     def name(self) -> str:
-        """The point, as a reader is told it."""
+        """The point as `fulcrum profile` prints it."""
         return format_count(self.tokens, "token")
 
 
@@ -36,7 +36,7 @@ class DecodeMeasurement:
 
     @property
     def name(self) -> str:
-        """The point, as a reader is told it."""
+        """The point as `fulcrum profile` prints it."""
         tokens = format_count(round(self.context_tokens), "token")
         return f"{format_count(self.batch, 'request')}, {tokens} of KV"
 
@@ -45,7 +45,7 @@ class DecodeMeasurement:
 class MixedMeasurement(_OneLength):
     """One step that computes a prompt of `tokens` and decodes `batch` requests.
 
-    These have `context_tokens` tokens of KV together. `seconds` is the mean step without the prompt, and the
+    These have `context_tokens` tokens of KV together. `seconds` is the mean step without the prompt plus the
     time that the prompt adds: to several steps, if one has no room for it.
     """
 
@@ -62,7 +62,7 @@ class TransferMeasurement(_OneLength):
 class FetchMeasurement(_OneLength):
     """One step that decodes `batch` requests and starts to fetch the KV of a prompt of `tokens`.
 
-    The batch has `context_tokens` tokens of KV. `seconds` is the mean step without a fetch, and the time that
+    The batch has `context_tokens` tokens of KV. `seconds` is the mean step without a fetch plus the time that
     the fetch and the first step of its request add.
     """
 

@@ -326,7 +326,7 @@ def test_deflection_counts_if_the_service_allows_it(deflect: bool) -> None:
     assert AutoscalingRules.from_spec(spec, assignment_rules=AssignmentRules(10.0)).deflects is deflect
 
 
-def test_a_split_that_is_far_off_is_left_at_the_second_look_with_several_flips_in_one_write() -> None:
+def test_a_split_that_is_far_off_is_left_after_two_ticks_with_several_flips_in_one_write() -> None:
     observations = [observe(t, *four_and_four(queued_s=8.0), prefill=6.0) for t in (1.0, 2.0, 3.0)]
     *before, decision = run_ticks(*observations)
     assert {d.action for d in before} == {DecisionAction.HOLD}
@@ -346,7 +346,7 @@ def test_a_split_that_is_far_off_is_left_at_the_second_look_with_several_flips_i
 @pytest.mark.parametrize(
     "work", [pytest.param(1.0, id="else good"), pytest.param(3.7, id="else nearly good")]
 )
-def test_what_a_single_look_shows_moves_no_instance(work: float) -> None:
+def test_what_a_single_tick_shows_moves_no_instance(work: float) -> None:
     """A queue that one tick saw, however long, and the next one does not."""
     queues = 0.0, 0.0, 8.0, 0.0
     observations = [
@@ -403,7 +403,9 @@ def test_the_floor_of_a_role_is_kept() -> None:
         pytest.param({"paused": True}, DecisionAction.HOLD, id="paused"),
     ],
 )
-def test_the_mode_holds_for_every_policy(fields: dict[str, Any], action: DecisionAction) -> None:
+def test_balanced_flips_only_in_mode_auto_and_while_not_paused(
+    fields: dict[str, Any], action: DecisionAction
+) -> None:
     observations = [observe(t, *four_and_four(queued_s=8.0), prefill=6.0) for t in (1.0, 2.0, 3.0)]
     assert run_ticks(*observations, rules=balanced_rules(**fields))[-1].action is action
 

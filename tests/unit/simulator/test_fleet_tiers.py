@@ -23,9 +23,9 @@ def flooded_workload() -> list[WorkloadRequest]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "keeps"), [("static:1P1D", True), ("static:1P1D+direct+nodeflect", False)]
+    ("policy", "keeps"), [("static:1P1D+nodeflect", True), ("static:1P1D+direct+nodeflect", False)]
 )
-def test_a_flood_of_free_requests_leaves_premium_its_attainment_only_if_the_router_orders(
+def test_premium_keeps_its_attainment_in_a_flood_of_free_requests_only_if_requests_wait_in_the_router(
     policy: str, keeps: bool
 ) -> None:
     options = RunOptions(

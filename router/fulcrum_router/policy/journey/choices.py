@@ -136,7 +136,7 @@ class JourneyChoices(EligibleInstances[V]):
         context = self._context
         self._admit(now_s)
         context.prompts.record_overflow(self.work.prompt_tokens)
-        if instance.role is _ROLE_PREFILL and context.fleet.candidates.list_readers(instance.identity)[0]:
+        if instance.role is _ROLE_PREFILL and context.fleet.candidates.list_fetchers(instance.identity)[0]:
             return self._take_prefill(now_s, Dispatch(instance.name, DispatchReason.OVERFLOW, (0.0, 0.0)))
         self.local_prefill_reason, self.dispatch_reason = LocalPrefillReason.CPU_POOL, DispatchReason.OVERFLOW
         return self._open_decode(now_s, instance)

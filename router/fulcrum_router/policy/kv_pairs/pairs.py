@@ -16,7 +16,7 @@ from statistics import fmean
 
 from fulcrum_core.api import conditions
 from fulcrum_core.values import Role
-from fulcrum_router.policy.candidates import can_read
+from fulcrum_router.policy.candidates import can_fetch
 from fulcrum_router.policy.instance_record import InstanceRecord
 from fulcrum_router.policy.kv_pairs.pair_record import PairKey, SourcePairs, TransferDelay, TransferPair
 
@@ -218,7 +218,7 @@ def _list_candidate_pairs(
     else:
         steps = [2**power for power in range(count.bit_length()) if 2**power < count]
         pairs = ((one, instances[(i + step) % count]) for i, one in enumerate(instances) for step in steps)
-    return (pair for pair in pairs if can_read(pair[0].identity, pair[1].identity))
+    return (pair for pair in pairs if can_fetch(pair[0].identity, pair[1].identity))
 
 
 def _matches_roles(prefill: InstanceRecord, decode: InstanceRecord) -> bool:

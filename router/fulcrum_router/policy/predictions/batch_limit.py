@@ -50,7 +50,11 @@ class BatchLimit:
     """Steady batch of each instance, by name."""
 
     def observe(self, decode: Sequence[InstanceRecord], *, now_s: float) -> "BatchLimit":
-        """Return what these instances show: the limit is the largest full batch that none exceeds now."""
+        """Return the limit after these probes.
+
+        A full batch that no instance exceeds replaces an unknown or smaller limit. A known one stays until an
+        instance runs more, or until no full batch has shown it for `MEMORY_S`.
+        """
         before = dict(self.steady)
         steady = {
             instance.name: batch

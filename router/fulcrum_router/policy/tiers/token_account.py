@@ -79,8 +79,8 @@ class TokenAccount:
         """The decode leg has ended.
 
         Args:
-            output_tokens: Its output by the engine's count; None: by that of the ledger. If that is 0, too,
-                the output is not known.
+            output_tokens: Its output as the engine counted it. None: it gave no count, and that of the ledger
+                is used; if the ledger has counted no token, the output of the leg is not known.
         """
         entry, self._entry = self._entry, None
         seen = 0 if entry is None else entry.output_tokens

@@ -33,7 +33,7 @@ def test_a_decision_reads_each_instance_at_most_twice_whatever_the_groups(groups
         fleet[-1].role, fleet[-1].serving = roles[number % 2], True
         fleet[-1].identity = replace(IDENTITY, model=f"m{number // 2 % groups}")
     candidates, source = Candidates(fleet), fleet[0]
-    for _ in range(2):  # the first decision for a source finds its readers
+    for _ in range(2):  # the first decision for a source finds its fetchers
         CountedInstance.reads.clear()
         prefill = choose_prefill(candidates, work(100), now_s=0.0)
         decode = choose_decode(candidates, work(100), now_s=0.0, prefilled_on=source)
@@ -68,19 +68,19 @@ def test_only_a_change_of_role_serving_identity_or_members_makes_new_candidates(
     assert fleet.candidates.prefill == ()
 
 
-def test_an_unknown_identity_reads_and_is_read_by_all() -> None:
-    readers = (instance("d1", identity=None), instance("d2"), instance("d3", identity=OTHER_MODEL))
-    candidates = Candidates([*readers, instance("p1", identity=None), instance("p2")])
+def test_an_unknown_identity_can_fetch_from_all_and_all_from_it() -> None:
+    fetchers = (instance("d1", identity=None), instance("d2"), instance("d3", identity=OTHER_MODEL))
+    candidates = Candidates([*fetchers, instance("p1", identity=None), instance("p2")])
     names = (
-        {i.name for i in candidates.list_readers(None)[0]},
-        {i.name for i in candidates.list_readers(IDENTITY)[0]},
+        {i.name for i in candidates.list_fetchers(None)[0]},
+        {i.name for i in candidates.list_fetchers(IDENTITY)[0]},
     )
     assert names == ({"d1", "d2", "d3"}, {"d1", "d2"})
     assert [i.name for i in candidates.prefill] == ["p1", "p2"]
 
 
 def test_the_time_of_a_prompt_is_that_of_all_pools_together() -> None:
-    """Two instances of 1,000 tokens/s and two of 250: each of four like them needs 1.6 s, not 1 or 4."""
+    """Two instances compute 1,000 tokens/s and two 250: 625 tokens/s in the mean, so 1,000 take 1.6 s."""
     slow = replace(PREFILL, c1=4e-3)
     fleet = [instance(f"p{n}", prefill=PREFILL if n < 2 else slow) for n in range(4)]
     for number, one in enumerate(fleet):

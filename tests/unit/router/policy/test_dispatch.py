@@ -305,7 +305,7 @@ def test_a_name_is_not_compared_with_those_of_all_excluded_instances() -> None:
     assert _CountedName.compared < 4 * len(names)
 
 
-def test_decode_goes_only_to_instances_that_can_read_the_kv() -> None:
+def test_decode_goes_only_to_instances_that_can_fetch_the_kv() -> None:
     source, incompatible = instance("p1"), instance("d1", identity=OTHER_MODEL)
     fleet = [source, incompatible, instance("d2", decoding=3000)]
     assert rounded(choose_decode(Candidates(fleet), work(100), now_s=0.0, prefilled_on=source)) == within(
@@ -313,7 +313,7 @@ def test_decode_goes_only_to_instances_that_can_read_the_kv() -> None:
     )
 
 
-def test_no_instance_that_can_read_the_kv_has_its_own_reason() -> None:
+def test_no_instance_that_can_fetch_the_kv_has_its_own_reason() -> None:
     source = instance("p1", serving=False)
     chosen = choose_decode(
         Candidates([instance("d1", identity=OTHER_MODEL)]), work(100), now_s=0.0, prefilled_on=source

@@ -525,7 +525,7 @@ def test_an_answer_without_usable_parameters_ends_in_a_local_prefill(problem: Lo
     assert (journey.has_kv, journey.local_prefill_reason) == (False, problem)
 
 
-def test_kv_that_no_instance_can_read_is_computed_again() -> None:
+def test_kv_that_no_instance_can_fetch_is_computed_again() -> None:
     context = make_context(instance("p1"), instance("d1"), instance("d2", identity=OTHER_MODEL))
     journey, _ = begin(context)
     context.fleet["p1"].serving = context.fleet["d1"].serving = False

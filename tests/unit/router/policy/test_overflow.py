@@ -111,7 +111,7 @@ def test_a_prompt_that_a_cpu_computes_is_decoded_by_an_accelerator() -> None:
     assert (action, journey.decode_instance and journey.decode_instance.name) == (Action.SEND_DECODE, "d1")
 
 
-def test_a_cpu_decodes_what_no_accelerator_can_read() -> None:
+def test_a_cpu_decodes_what_no_accelerator_can_fetch() -> None:
     journey, action = start(gpu("p1", queued_s=2.0), gpu("d1"), cpu(identity=OTHER_ATTENTION, role=Role.BOTH))
     assert (action, journey.decode_instance and journey.decode_instance.name) == (Action.SEND_DECODE, "c1")
     assert journey.local_prefill_reason is LocalPrefillReason.CPU_POOL

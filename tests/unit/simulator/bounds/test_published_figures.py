@@ -129,7 +129,7 @@ def test_the_burst_bound_of_a_recording_is_up_to_8_percent_above_the_published_o
 
 
 @pytest.mark.parametrize(
-    ("profile", "reject_late", "attainment", "rates"),
+    ("profile", "refuse_late", "attainment", "rates"),
     [
         ("q32-a100", False, 0.9, (0.524, 1.31, 1.66)),
         ("q32-a100", True, 0.9, (1.31, 2.86, 3.47)),
@@ -140,9 +140,9 @@ def test_the_burst_bound_of_a_recording_is_up_to_8_percent_above_the_published_o
     ],
 )
 def test_the_queue_of_4_7_and_8_instances_reaches_the_published_rates(
-    profile: str, reject_late: bool, attainment: float, rates: tuple[float, ...]
+    profile: str, refuse_late: bool, attainment: float, rates: tuple[float, ...]
 ) -> None:
-    count = partial(count_fcfs_on_time, reject_late=reject_late)
+    count = partial(count_fcfs_on_time, refuse_late=refuse_late)
     reached = [
         is_reached(share * rate, count, CODE, make_fleet(CODE, profile, instances), attainment)
         for instances, rate in zip((4, 7, 8), rates, strict=True)

@@ -83,7 +83,7 @@ def test_first_come_first_served_lets_one_long_prompt_make_the_others_late() -> 
     one, two = make_fleet(1), make_fleet(2)
     counts = [
         count_fcfs_on_time(requests, one),
-        count_fcfs_on_time(requests, one, reject_late=True),
+        count_fcfs_on_time(requests, one, refuse_late=True),
         count_fcfs_on_time(requests, two),
     ]
     assert counts == [0, 2, 2]
@@ -106,8 +106,8 @@ def test_no_bound_ever_counts_fewer_than_a_queue_that_exists(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(50):
         requests = draw_requests(rng, 30, gap_s=rng.choice((0.2, 0.5, 1.0)))
-        for reject_late in (False, True):
-            queue = count_fcfs_on_time(requests, make_fleet(2), reject_late=reject_late)
+        for refuse_late in (False, True):
+            queue = count_fcfs_on_time(requests, make_fleet(2), refuse_late=refuse_late)
             assert queue <= count_prefills_on_time_at_most(requests, make_fleet(2))
 
 

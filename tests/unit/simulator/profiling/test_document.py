@@ -52,8 +52,8 @@ def test_the_file_holds_what_was_measured() -> None:
     assert (profile.link_setup_s, profile.handshake_s, profile.kv_capacity_tokens) == (0.001, 0.1, 430_000)
     assert profile.fetch_start_s == 0.05
     assert profile.description == (
-        "llama, measured: prefill within 1.2% on average over 8 points, "
-        "transfer within 2.0% on average over 5 points, fetch within 3.0% on average over 5 points."
+        "llama, measured: mean error of prefill 1.2% over 8 points, "
+        "mean error of transfer 2.0% over 5 points, mean error of fetch 3.0% over 5 points."
     )
 
 
@@ -82,7 +82,7 @@ def test_a_factor_that_was_not_measured_is_named_in_the_file() -> None:
     unmixed = replace(FITTED, curves=(*FITTED.curves, CurveFit("mixed", ())))
     text = render_profile(engine(None), unmixed, LINK)
     assert "# Assumed, not measured: mixed_factor" in text
-    assert "mixed within" not in text
+    assert "error of mixed" not in text
 
 
 def test_a_fit_faster_than_the_device_is_refused() -> None:
