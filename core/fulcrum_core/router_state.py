@@ -150,14 +150,25 @@ class TenantState(_WireModel):
     limited: int
 
 
-class DemandState(_WireModel):
-    """Work of the requests admitted since the router started; two snapshots give the rates between them."""
+class DemandSums(_WireModel):
+    """Work of the requests of one kind since the router started."""
 
-    requests: int
-    prefill_s: float = Field(description="Predicted time to compute their prompts, in seconds.")
-    output_tokens: float = Field(description="Output tokens, as predicted on arrival.")
+    requests: int = 0
+    prefill_s: float = Field(default=0.0, description="Predicted time to compute their prompts, in seconds.")
+    output_tokens: float = Field(default=0.0, description="Output tokens, as predicted on arrival.")
     token_steps: float = Field(
-        description="KV tokens in use summed over decode steps: output times (prompt + output / 2)."
+        default=0.0,
+        description="KV tokens in use summed over decode steps: output times (prompt + output / 2).",
+    )
+
+
+class DemandState(DemandSums):
+    """Work of the requests that were admitted; two snapshots give the rates between them."""
+
+    withdrawn: DemandSums = Field(
+        default=DemandSums(),
+        description="The part of it that needs no engine any more: an engine rejected the request, or its "
+        "client left while it could still be in time, before any engine had computed its prompt.",
     )
 
 

@@ -8,7 +8,11 @@ _FORECAST = (
     f" / sum(rate(fulcrum_router_ttft_forecasts_total{{{{{SELECTOR}}}}}[{RATE}]))"
 )
 _ACTUAL = {"forecast": "purple", "actual": "green"}
-_PREFILL_WORK = f"sum(rate(fulcrum_router_demand_prefill_seconds_total{{{SELECTOR}}}[{RATE}]))"
+_WITHDRAWN = f"sum(rate(fulcrum_router_demand_withdrawn_prefill_seconds_total{{{SELECTOR}}}[{RATE}]))"
+_PREFILL_WORK = (
+    f"sum(rate(fulcrum_router_demand_prefill_seconds_total{{{SELECTOR}}}[{RATE}]))"
+    f" - ({_WITHDRAWN} or vector(0))"
+)
 _OUTPUT_TOKENS = f"sum(rate(fulcrum_router_output_tokens_total{{{SELECTOR}}}[{RATE}]))"
 
 

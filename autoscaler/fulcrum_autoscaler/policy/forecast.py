@@ -4,9 +4,10 @@ The rates are taken over the shortest of the last intervals in which enough requ
 service is judged by its last seconds and a quiet one by its last half minute.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from fulcrum_core.router_state import DemandState, RouterState
+from fulcrum_core.router_state import DemandState, DemandSums, RouterState
 
 REQUESTS_MIN = 40
 """Arrivals from which the rates are computed, if the last `SPAN_MAX_S` had as many."""
@@ -53,19 +54,32 @@ def add_sample(samples: tuple[DemandSample, ...], state: RouterState) -> tuple[D
 
 
 def compute_rates(samples: tuple[DemandSample, ...]) -> Rates | None:
-    """Compute the rates of the last seconds; None with fewer than two samples."""
+    """Compute the rates of the last seconds; None with fewer than two samples.
+
+    Work that was withdrawn does not count. It may have been counted before the first sample, which then makes
+    a rate too low, but never negative.
+    """
     if len(samples) < 2:
         return None
     last = samples[-1]
+    arrived = _count_served(last.demand)
     first = next(
-        (s for s in reversed(samples[:-1]) if last.demand.requests - s.demand.requests >= REQUESTS_MIN),
-        samples[0],
+        (s for s in reversed(samples[:-1]) if arrived - _count_served(s.demand) >= REQUESTS_MIN), samples[0]
     )
     span_s = last.at_s - first.at_s
     now, before = last.demand, first.demand
+
+    def rate(read: Callable[[DemandSums], float]) -> float:
+        withdrawn = read(now.withdrawn) - read(before.withdrawn)
+        return max(0.0, read(now) - read(before) - withdrawn) / span_s
+
     return Rates(
-        requests=(now.requests - before.requests) / span_s,
-        prefill=(now.prefill_s - before.prefill_s) / span_s,
-        output_tokens=(now.output_tokens - before.output_tokens) / span_s,
-        token_steps=(now.token_steps - before.token_steps) / span_s,
+        requests=rate(lambda sums: sums.requests),
+        prefill=rate(lambda sums: sums.prefill_s),
+        output_tokens=rate(lambda sums: sums.output_tokens),
+        token_steps=rate(lambda sums: sums.token_steps),
     )
+
+
+def _count_served(demand: DemandState) -> int:
+    return demand.requests - demand.withdrawn.requests

@@ -128,7 +128,7 @@ class RouterCollector(Collector):
         yield from _build_leg_families(self._router.counters)
         yield from _build_counter_families(self._router.counters)
         yield from _build_plain_counters(self._router.counters)
-        yield _build_demand_counter(self._router.journeys.demand)
+        yield from _build_demand_counters(self._router.journeys.demand)
         yield from _build_prompt_counters(self._router.journeys.prompts)
         yield from _build_prefix_counters(self._router.journeys.prefix_index)
         yield from _build_client_families(self._router.counters)
@@ -280,11 +280,18 @@ def _build_plain_counters(counters: Counters) -> Iterator[Metric]:
     )
 
 
-def _build_demand_counter(demand: Demand) -> Metric:
-    return CounterMetricFamily(
+def _build_demand_counters(demand: Demand) -> Iterator[Metric]:
+    sums = demand.snapshot()
+    yield CounterMetricFamily(
         "fulcrum_router_demand_prefill_seconds",
         "Predicted time to compute the prompts of the requests that were admitted, in seconds.",
-        demand.snapshot().prefill_s,
+        sums.prefill_s,
+    )
+    yield CounterMetricFamily(
+        "fulcrum_router_demand_withdrawn_prefill_seconds",
+        "The part of it that no engine had to compute: the client left in time, or engines rejected the "
+        "request, in seconds.",
+        sums.withdrawn.prefill_s,
     )
 
 

@@ -3,13 +3,15 @@
 `JourneyContext.record_admitted` decides what counts: no refused or hopeless request, and of a very long
 prompt only a part. Two snapshots of the sums give the rates between them, whoever takes them and how often.
 The output of a request is predicted when it arrives: from the answers to earlier prompts of its tenant and of
-its length. The state port reports the sums.
+its length. The state port reports the sums. Work that no engine has to do any more is withdrawn: a client
+that sends requests and leaves at once must not move the instances that others need.
 """
 
 import math
 from collections import OrderedDict
+from typing import NamedTuple
 
-from fulcrum_core.router_state import DemandState
+from fulcrum_core.router_state import DemandState, DemandSums
 from fulcrum_router.policy.ledger import DecodeEntry
 
 DEFAULT_OUTPUT_TOKENS = 100.0
@@ -109,29 +111,56 @@ def _update(mean: tuple[int, float], value: float) -> tuple[int, float]:
     return count, before + weight * (value - before)
 
 
+class CountedWork(NamedTuple):
+    """What one request has added to the sums."""
+
+    prefill_s: float
+    output_tokens: float
+    token_steps: float
+
+
+class _Sums:
+    """Sums over some requests."""
+
+    __slots__ = ("output_tokens", "prefill_s", "requests", "token_steps")
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.prefill_s = self.output_tokens = self.token_steps = 0.0
+
+    def add(self, work: CountedWork) -> None:
+        self.requests += 1
+        self.prefill_s += work.prefill_s
+        self.output_tokens += work.output_tokens
+        self.token_steps += work.token_steps
+
+    def snapshot(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
 class Demand:
     """Sums over the counted requests since the router started."""
 
-    __slots__ = ("_output_tokens", "_prefill_s", "_requests", "_token_steps", "lengths")
+    __slots__ = ("_counted", "_withdrawn", "lengths")
 
     def __init__(self) -> None:
         self.lengths = OutputLengths()
-        self._requests = 0
-        self._prefill_s = self._output_tokens = self._token_steps = 0.0
+        self._counted, self._withdrawn = _Sums(), _Sums()
 
-    def record(self, *, tenant: str, prompt_tokens: int, prefill_s: float) -> None:
+    def record(self, *, tenant: str, prompt_tokens: int, prefill_s: float) -> CountedWork:
         """Count a request that will be served; `prefill_s` is the predicted time to compute its prompt."""
         output = self.lengths.predict(tenant, prompt_tokens)
-        self._requests += 1
-        self._prefill_s += prefill_s if prefill_s < math.inf else 0.0
-        self._output_tokens += output
-        self._token_steps += output * (prompt_tokens + output / 2)
+        work = CountedWork(
+            prefill_s if prefill_s < math.inf else 0.0, output, output * (prompt_tokens + output / 2)
+        )
+        self._counted.add(work)
+        return work
+
+    def withdraw(self, work: CountedWork) -> None:
+        """The request that has added this is not going to be served."""
+        self._withdrawn.add(work)
 
     def snapshot(self) -> DemandState:
         """Return the sums so far."""
-        return DemandState(
-            requests=self._requests,
-            prefill_s=self._prefill_s,
-            output_tokens=self._output_tokens,
-            token_steps=self._token_steps,
-        )
+        withdrawn = DemandSums.model_validate(self._withdrawn.snapshot())
+        return DemandState.model_validate({**self._counted.snapshot(), "withdrawn": withdrawn})

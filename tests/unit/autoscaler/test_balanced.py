@@ -24,7 +24,7 @@ from fulcrum_autoscaler.policy.split_score import Need, measure_need, measure_sl
 from fulcrum_core.api.pdassignment import Floors
 from fulcrum_core.api.pdservice import PDServiceSpec
 from fulcrum_core.assignment import AssignmentRules
-from fulcrum_core.router_state import DemandState, InstanceState
+from fulcrum_core.router_state import DemandState, DemandSums, InstanceState
 from fulcrum_core.values import AutoscalingMode, FlipPolicy, Role, Slo
 from tests.unit.autoscaler.builders import (
     NOW_S,
@@ -88,6 +88,28 @@ def test_rates_are_those_of_the_last_arrivals() -> None:
         for at_s, n, s in sums
     )
     assert compute_rates(samples) == Rates(requests=10, prefill=10, output_tokens=10, token_steps=20)
+
+
+@pytest.mark.parametrize(
+    ("withdrawn", "rate"),
+    [
+        pytest.param((0, 0, 900), 10.0, id="what left in the same second as it came"),
+        pytest.param((0, 300, 900), 10.0, id="what left a second later: the rates are of the time of both"),
+        pytest.param((0, 0, 990), 0.0, id="what came before the first sample makes no rate negative"),
+    ],
+)
+def test_work_that_was_withdrawn_is_no_demand(withdrawn: tuple[int, ...], rate: float) -> None:
+    """Beside ten requests a second, 300 and 600 come in the second and the third second."""
+    samples = tuple(
+        DemandSample(
+            at_s,
+            DemandState(requests=n, prefill_s=n, withdrawn=DemandSums(requests=left, prefill_s=left)),
+        )
+        for at_s, n, left in zip((0.0, 1.0, 2.0), (0, 310, 920), withdrawn, strict=True)
+    )
+    rates = compute_rates(samples)
+    assert rates is not None
+    assert (rates.requests, rates.prefill) == (rate, rate)
 
 
 def test_sums_from_before_a_restart_of_the_router_are_dropped() -> None:

@@ -125,7 +125,7 @@ class JourneyChoices(EligibleInstances[V]):
         if not self._is_judged:
             self._is_judged = True
             self._context.admission.record(self.work.tier, ADMITTED)
-            self._context.record_admitted(self.work, now_s)
+            self._counted = self._context.record_admitted(self.work, now_s)
         self._forecast_s = 0.0  # it was for prefill instances
 
     def _overflow(self, now_s: float, instance: V) -> Action:
@@ -300,7 +300,7 @@ class JourneyChoices(EligibleInstances[V]):
         elif type(outcome) is Refusal:
             self.refusal, self.stop_reason = outcome, StopReason.REFUSED
             return True
-        self._context.record_admitted(self.work, now_s)
+        self._counted = self._context.record_admitted(self.work, now_s)
         return False
 
     # --- the waiting room --------------------------------------------------------------------------

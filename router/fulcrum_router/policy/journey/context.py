@@ -12,7 +12,7 @@ from typing import Generic, Protocol
 
 from fulcrum_core.values import AdmissionMode, OverloadAction, Role
 from fulcrum_router.policy.candidates import Candidates, V
-from fulcrum_router.policy.demand import Demand
+from fulcrum_router.policy.demand import CountedWork, Demand
 from fulcrum_router.policy.dispatch import NO_FLIP_PROPOSALS
 from fulcrum_router.policy.faults.engine_deaths import EngineDeaths
 from fulcrum_router.policy.faults.retry_budget import RetryBudget
@@ -164,18 +164,18 @@ class JourneyContext(Generic[V]):
         if self.prefix_index is not None:
             self.prefix_index.forget(name)
 
-    def record_admitted(self, work: Work, now_s: float) -> None:
+    def record_admitted(self, work: Work, now_s: float) -> CountedWork | None:
         """Count a request that is served in the demand, for the retry budget and for the reserve of its tier.
 
         A refused request does not count: a flood that is refused must not move the instances that others
-        need, allow more retries, or keep a reserve from being lent.
+        need, allow more retries, or keep a reserve from being lent. Returns what it adds to the demand.
         """
         self.retry_budget.record_request(now_s)
         self.tier_reserve.record_arrival(work.tier, work.arrival_s)
         self.decode_share.record_arrival(work.priority, work.arrival_s)
-        self._record_demand(work)
+        return self._record_demand(work)
 
-    def _record_demand(self, work: Work) -> None:
+    def _record_demand(self, work: Work) -> CountedWork | None:
         """Count a request in the demand.
 
         A prompt that takes longer than S_T counts as the part of it that takes S_T: it would miss the
@@ -194,8 +194,8 @@ class JourneyContext(Generic[V]):
         if prefill_s > work.slo.ttft_s:
             tokens, prefill_s = int(tokens * work.slo.ttft_s / prefill_s), work.slo.ttft_s
         if self.waiting_room.members and self.is_hopeless(work, own_s=prefill_s, eligible=len(eligible)):
-            return
-        self.demand.record(tenant=work.tenant, prompt_tokens=tokens, prefill_s=prefill_s)
+            return None
+        return self.demand.record(tenant=work.tenant, prompt_tokens=tokens, prefill_s=prefill_s)
 
     def open_account(self, work: Work, *, limits_output: bool) -> TokenAccount:
         """Open the account of a request, with the output that is expected of it.

@@ -92,7 +92,7 @@ class Journey(JourneyChoices[V]):
         if self.work.tier in context.rate_limits.by_tier and not self._take_from_rate_limit(now_s):
             return self._end(now_s, Action.FAIL)
         if self._is_judged:
-            context.record_admitted(self.work, now_s)
+            self._counted = context.record_admitted(self.work, now_s)
         if context.waiting_room.members:
             context.waiting_room.reconsider(now_s)  # others have waited longer
         return self._seek_prefill(now_s, context.flip_rules)
@@ -130,7 +130,7 @@ class Journey(JourneyChoices[V]):
             self.work = self.work.with_prompt_tokens(tokens)
             if self._account is not None and not self.continues:
                 self._account.count_prompt(tokens)
-        self.source, self.local_prefill_reason = instance, problem
+        self.source, self.local_prefill_reason, self._counted = instance, problem, None
         if protocol.legs_at_once:
             return _WAIT
         if problem is None and (has_params or not protocol.params_in_response):
@@ -146,6 +146,7 @@ class Journey(JourneyChoices[V]):
     def prefill_rejected(self, now_s: float) -> Action:
         """An engine rejected the request (4xx): the interpreter forwards its response."""
         self.prefill_open = False
+        self._withdraw_demand(now_s)
         return self._end(now_s, Action.BREAK if self.continues else _END)
 
     def prefill_failed(
@@ -180,7 +181,7 @@ class Journey(JourneyChoices[V]):
                 forecast_s=forecast_s, measured_s=now_s - work.arrival_s, objective_s=work.slo.ttft_s
             )
         if self.state is _DECODE_SENT or self.state is _PREFILL:
-            self.state = _DECODE
+            self.state, self._counted = _DECODE, None
             if self.decode_entry is not None:
                 self.decode_entry.note_first_token()
             self._drop_kv()
@@ -217,6 +218,7 @@ class Journey(JourneyChoices[V]):
     def decode_rejected(self, now_s: float) -> Action:
         """An engine rejected the request (4xx), and its response was forwarded: there is no output."""
         self.decode_open = False
+        self._withdraw_demand(now_s)
         if self._account is not None:
             self._account.end_leg(0)
         if self._recovery_s:
@@ -298,6 +300,7 @@ class Journey(JourneyChoices[V]):
 
     def client_left(self, now_s: float) -> Action:
         """The client has disconnected: nothing is sent any more."""
+        self._withdraw_demand(now_s)
         return self._end(now_s, _END)
 
     # --- failures and ends -------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Generic
 
 from fulcrum_core.values import AdmissionMode
 from fulcrum_router.policy.candidates import V
+from fulcrum_router.policy.demand import CountedWork
 from fulcrum_router.policy.dispatch import DispatchReason, FlipProposal
 from fulcrum_router.policy.faults.failures import Failure
 from fulcrum_router.policy.journey.context import JourneyContext
@@ -43,6 +44,7 @@ class JourneyRecord(Generic[V]):
         "_asked_at_s",
         "_charge",
         "_context",
+        "_counted",
         "_decode_attempts",
         "_failed_decode",
         "_failed_prefill",
@@ -102,6 +104,8 @@ class JourneyRecord(Generic[V]):
     """What instances are predicted to have of the prompt in their prefix caches."""
     _account: TokenAccount | None
     """Tokens that were taken from the tenant; None: nobody counts them."""
+    _counted: CountedWork | None
+    """What the request has added to the demand, until its prompt is computed."""
     _is_limited: bool
     """Whether they were taken from the rate limit of the tenant."""
     _forecast_s: float
@@ -162,7 +166,7 @@ class JourneyRecord(Generic[V]):
         self.failed_status = 0
         """HTTP status with which the engine failed it; 0: none."""
         self.stop_reason: StopReason | None = None
-        self.refusal = self.output_limit = self._account = None
+        self.refusal = self.output_limit = self._account = self._counted = None
         self._give_up_at_s, self._is_judged = math.inf, context.admission.mode is _OFF
         self.decode_entry: DecodeEntry | None = None
         self._prefill_entry: PrefillEntry | None = None
@@ -179,6 +183,15 @@ class JourneyRecord(Generic[V]):
     def skip_admission(self) -> None:
         """Admit the request, whatever admission would decide."""
         self._is_judged = True
+
+    def _withdraw_demand(self, now_s: float) -> None:
+        """The request ends without having been served; see `DemandState.withdrawn`.
+
+        One that is late already stays in the demand: with more instances it might have been served.
+        """
+        if self._counted is not None and now_s < self.work.deadline_s:
+            self._context.demand.withdraw(self._counted)
+        self._counted = None
 
     def _find_hits(self) -> None:
         """Look up what instances have of the prompt in their prefix caches."""

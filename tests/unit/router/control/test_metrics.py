@@ -60,8 +60,11 @@ def test_requests_are_counted_by_outcome_and_tier() -> None:
 def test_the_prefill_work_that_arrives_is_counted() -> None:
     router = Router()
     for _ in range(2):
-        router.journeys.demand.record(tenant="", prompt_tokens=50, prefill_s=0.25)
-    assert samples(router)["fulcrum_router_demand_prefill_seconds_total", ()] == 0.5
+        counted = router.journeys.demand.record(tenant="", prompt_tokens=50, prefill_s=0.25)
+    router.journeys.demand.withdraw(counted)
+    found = samples(router)
+    assert found["fulcrum_router_demand_prefill_seconds_total", ()] == 0.5
+    assert found["fulcrum_router_demand_withdrawn_prefill_seconds_total", ()] == 0.25
 
 
 def test_buckets_are_cumulative_and_end_in_infinity() -> None:

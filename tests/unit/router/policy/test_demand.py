@@ -1,10 +1,13 @@
 """Demand: the sums of the work that arrives, and the prediction of output lengths."""
 
+from collections.abc import Callable
+
 import pytest
 
 from fulcrum_core.latency import PrefillModel
-from fulcrum_core.router_state import DemandState
+from fulcrum_core.router_state import DemandState, DemandSums
 from fulcrum_core.values import Role
+from fulcrum_router.policy import InstanceRecord
 from fulcrum_router.policy.demand import DEFAULT_OUTPUT_TOKENS, Demand, OutputLengths
 from fulcrum_router.policy.journey import Journey, JourneyContext
 from fulcrum_router.policy.kv_pairs.pairs import TransferPairs
@@ -77,6 +80,46 @@ def test_a_prompt_that_takes_longer_than_its_objective_counts_as_one_that_takes_
     assert context.demand.snapshot() == DemandState(
         requests=1, prefill_s=1.0, output_tokens=100, token_steps=105_000
     )
+
+
+def withdraw_by_leaving(journey: Journey[InstanceRecord]) -> None:
+    journey.client_left(0.9)
+
+
+def withdraw_by_rejection(journey: Journey[InstanceRecord]) -> None:
+    journey.prefill_rejected(0.9)
+
+
+def leave_when_late(journey: Journey[InstanceRecord]) -> None:
+    journey.client_left(1.1)
+
+
+def leave_when_computed(journey: Journey[InstanceRecord]) -> None:
+    journey.prefill_responded(0.5, lease_from_s=0.5, has_params=True)
+    journey.client_left(0.9)
+
+
+@pytest.mark.parametrize(
+    ("end", "is_withdrawn"),
+    [
+        (withdraw_by_leaving, True),
+        (withdraw_by_rejection, True),
+        (leave_when_late, False),
+        (leave_when_computed, False),
+    ],
+)
+def test_work_that_no_engine_has_to_do_any_more_is_withdrawn(
+    end: Callable[[Journey[InstanceRecord]], None], is_withdrawn: bool
+) -> None:
+    """With an objective of 1 s. What was late would have been served by more instances: it stays."""
+    context = JourneyContext(FakeFleet((instance("p1"), instance("d1", role=Role.DECODE))), TransferPairs())
+    journey = Journey(context, work(100))
+    journey.begin(0.0)
+    end(journey)
+    journey.client_left(0.95)  # withdraws nothing twice
+    state = context.demand.snapshot()
+    counted = DemandSums(**{name: getattr(state, name) for name in DemandSums.model_fields})
+    assert state.withdrawn == (counted if is_withdrawn else DemandSums())
 
 
 @pytest.mark.parametrize(("reported", "predicted"), [(7, 7.0), (0, DEFAULT_OUTPUT_TOKENS)])
