@@ -19,17 +19,21 @@ import aiohttp
 from fulcrum_core.errors import FulcrumError
 
 CONNECT_TIMEOUT_S = 10.0
-IDLE_TIMEOUT_S = 120.0
-"""Longest silence of an engine within a response."""
+RESPONSE_TIMEOUT_S = 120.0
+"""Longest time of an engine for a whole response, or of a stream from one token to the next."""
+MODEL_TOKENS_MAX, KV_TOKENS_MAX = 10_000_000, 2**30
+"""Larger limits of an engine are not believed: prompts of their size are made."""
+_PAGE_BYTES_MAX = 1 << 20
 _BODY_BYTES_MAX = 64 << 20
 KEEP_ALIVE_S = 2.0
 """A connection that was idle for so many seconds is not used again. vLLM closes it after 5: a request that
 is sent at that moment would fail."""
 _EVENT_BYTES_MAX = 1 << 20
 _MESSAGE_LENGTH_MAX = 200
-_CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
+_CAUSE_LENGTH_MAX = 400
+_CACHE_CONFIG = "\nvllm:cache_config_info{"
+_BLOCK_SIZE, _BLOCKS = re.compile(r'\bblock_size="(\d{1,9})"'), re.compile(r'\bnum_gpu_blocks="(\d{1,9})"')
 _CREDENTIALS = re.compile(r"(\w+://)?\S+@")
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
 # Ids that every vocabulary has, and that no usual tokeniser reserves.
 _TOKEN_IDS = range(16, 240)
 
@@ -43,7 +47,7 @@ class EngineUnusable(FulcrumError):
     """An engine cannot be reached, or does not do what a measurement needs. One line: address and cause."""
 
     def __init__(self, url: str, cause: str) -> None:
-        super().__init__(hide_credentials(f"{url}: {cause}"))
+        super().__init__(hide_credentials(f"{url}: {cause[:_CAUSE_LENGTH_MAX]}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,7 @@ class EngineClient:
 
         The prompts follow from `seed`: an engine may have those of an earlier seed in its prefix cache.
         """
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=IDLE_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             yield cls(url, session, seed=seed)
@@ -110,15 +114,20 @@ class EngineClient:
         metrics = await self._get("/metrics")
         try:
             card = json.loads(models)["data"][0]
-            labels = dict(_LABEL.findall(_CACHE_CONFIG.search(metrics).group(1)))  # type: ignore[union-attr]
-            block_size, blocks = int(labels["block_size"]), int(labels["num_gpu_blocks"])
+            block_size, blocks = _read_cache_config(metrics)
             limits = EngineLimits(
                 str(card["id"]), int(card["max_model_len"]), block_size * blocks, block_size
             )
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
             raise EngineUnusable(self.url, "is not vLLM: no max_model_len or cache_config_info") from None
-        if min(limits.max_model_tokens, limits.kv_tokens) <= 0:
-            raise EngineUnusable(self.url, "says that it holds no tokens")
+        for name, tokens, most in (
+            ("max_model_len", limits.max_model_tokens, MODEL_TOKENS_MAX),
+            ("KV cache", limits.kv_tokens, KV_TOKENS_MAX),
+        ):
+            if not 1 <= tokens <= most:
+                raise EngineUnusable(
+                    self.url, f"{name} ({str(tokens)[:20]} tokens) is not from 1 to {most:,}"
+                )
         return limits
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,7 +136,7 @@ class EngineClient:
         Raises:
             EngineUnusable: if it fails.
         """
-        async with self._post(body) as response:
+        async with self._limit_time("does not respond"), self._post(body) as response:
             raw = await self._read_body(response)
         try:
             message = json.loads(raw)
@@ -147,16 +156,28 @@ class EngineClient:
         streaming = {**body, "stream": True, "stream_options": {"include_usage": True}}
         times.sent_s = asyncio.get_running_loop().time()
         reader = _EventReader(times)
-        async with self._post(streaming) as response:
+        async with self._limit_time("sends no token") as limit, self._post(streaming) as response:
             async for data in response.content.iter_any():
-                problem = reader.feed(data, asyncio.get_running_loop().time())
+                before, now_s = len(times.tokens_s), asyncio.get_running_loop().time()
+                problem = reader.feed(data, now_s)
                 if problem:
                     raise EngineUnusable(self.url, problem)
                 if len(times.tokens_s) > expected:
                     raise EngineUnusable(self.url, f"sends more than the {expected} tokens asked for")
+                if len(times.tokens_s) > before:
+                    limit.reschedule(now_s + RESPONSE_TIMEOUT_S)
         problem = reader.find_problem(prompt_tokens=len(body["prompt"]), tokens=expected)
         if problem:
             raise EngineUnusable(self.url, problem)
+
+    @asynccontextmanager
+    async def _limit_time(self, failure: str) -> AsyncIterator[asyncio.Timeout]:
+        """End the block after `RESPONSE_TIMEOUT_S`, unless the yielded timeout is scheduled anew."""
+        try:
+            async with asyncio.timeout(RESPONSE_TIMEOUT_S) as limit:
+                yield limit
+        except TimeoutError:
+            raise EngineUnusable(self.url, f"{failure} for {RESPONSE_TIMEOUT_S:g} s") from None
 
     @asynccontextmanager
     async def _post(self, body: Mapping[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -169,8 +190,8 @@ class EngineClient:
             yield response
 
     async def _get(self, path: str) -> str:
-        async with self._request("GET", path) as response:
-            text = (await self._read_body(response)).decode(errors="replace")
+        async with self._limit_time("does not respond"), self._request("GET", path) as response:
+            text = (await self._read_body(response, most=_PAGE_BYTES_MAX)).decode(errors="replace")
             if response.status != 200:
                 raise EngineUnusable(self.url, f"{path} has status {response.status}")
             return text
@@ -182,20 +203,28 @@ class EngineClient:
         try:
             async with self._session.request(method, self.url + path, **arguments) as response:
                 yield response
-        except TimeoutError:
-            raise EngineUnusable(self.url, f"does not respond for {IDLE_TIMEOUT_S:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             cause = str(error).splitlines()[0] if str(error) else type(error).__name__
             happened = "broke off" if isinstance(error, aiohttp.ClientPayloadError) else "cannot be reached"
             raise EngineUnusable(self.url, f"{happened}: {cause}") from error
 
-    async def _read_body(self, response: aiohttp.ClientResponse) -> bytes:
+    async def _read_body(self, response: aiohttp.ClientResponse, *, most: int = _BODY_BYTES_MAX) -> bytes:
         raw = bytearray()
         async for data in response.content.iter_any():
             raw += data
-            if len(raw) > _BODY_BYTES_MAX:
-                raise EngineUnusable(self.url, f"sends more than {_BODY_BYTES_MAX} bytes")
+            if len(raw) > most:
+                raise EngineUnusable(self.url, f"sends more than {most:,} bytes")
         return bytes(raw)
+
+
+def _read_cache_config(metrics: str) -> tuple[int, int]:
+    """Return size and number of the KV blocks; raises ValueError if the page does not say."""
+    _, found, rest = ("\n" + metrics).partition(_CACHE_CONFIG)
+    line = rest.partition("\n")[0]
+    block_size, blocks = _BLOCK_SIZE.search(line), _BLOCKS.search(line)
+    if not found or block_size is None or blocks is None:
+        raise ValueError("no cache_config_info")
+    return int(block_size[1]), int(blocks[1])
 
 
 class _EventReader:
@@ -215,7 +244,7 @@ class _EventReader:
 
     def _read(self, event: bytes, now_s: float) -> str:
         payload = event.strip().removeprefix(b"data:").strip()
-        if not payload or payload == b"[DONE]":
+        if not payload or payload == b"[DONE]" or payload.startswith(b":"):  # a comment keeps it open
             return ""
         try:
             message = json.loads(payload)
@@ -255,6 +284,6 @@ def _message(raw: bytes) -> str:
         error = json.loads(raw)
         error = error.get("error", error)
         text = str(error.get("message", error))
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         text = raw.decode(errors="replace")
     return " ".join(text.split())[:_MESSAGE_LENGTH_MAX] or "no message"

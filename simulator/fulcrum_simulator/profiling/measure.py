@@ -187,14 +187,15 @@ class Measurer:
         Returns the token times of the batch.
         """
         batch, context = plan.mixed_batch, plan.decode[0][1]
+        max_tokens = self._steps_to_fill(batch, context) + before + after
         runs = [TokenTimes() for _ in range(batch)]
-        settled = _watch_steps(runs, before)
+        settled = _watch_steps(runs, before, max_tokens=max_tokens)
 
         async def join_settled() -> None:
             await settled.wait()
             await join()
 
-        body = partial(self._body, context, max_tokens=self._steps_to_fill(batch, context) + before + after)
+        body = partial(self._body, context, max_tokens=max_tokens)
         await _run_all([*(engine.stream(body(), run) for run in runs), join_settled()])
         return runs
 
@@ -360,8 +361,11 @@ def _find_spans(tokens_s: Sequence[float], joining: Sequence[TokenTimes]) -> lis
     return spans
 
 
-def _watch_steps(runs: Sequence[TokenTimes], steps: int) -> asyncio.Event:
-    """Return an event that is set `steps` steps after all runs have their first token."""
+def _watch_steps(runs: Sequence[TokenTimes], steps: int, *, max_tokens: int) -> asyncio.Event:
+    """Return an event that is set `steps` steps after all runs have their first token.
+
+    Or when one of them has all its tokens: then an engine does not run all of them together.
+    """
     settled = asyncio.Event()
     begun: list[int] = []
 
@@ -369,6 +373,8 @@ def _watch_steps(runs: Sequence[TokenTimes], steps: int) -> asyncio.Event:
         if not begun and all(run.tokens_s for run in runs):
             begun.append(len(runs[0].tokens_s))
         if begun and len(runs[0].tokens_s) >= begun[0] + steps:
+            settled.set()
+        if max(len(run.tokens_s) for run in runs) >= max_tokens:
             settled.set()
 
     for run in runs:

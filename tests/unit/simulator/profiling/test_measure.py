@@ -226,6 +226,56 @@ TOKEN = '{"choices": [{"text": "a"}]}'
             "sent no token",
             id="no token",
         ),
+        *(
+            pytest.param(
+                text_response(""),
+                {"models": text_response('{"data": [{"id": "m", "max_model_len": ' + tokens + "}]}")},
+                message,
+                id=f"max_model_len {tokens[:6]}",
+            )
+            for tokens, message in (
+                ("1e999", "is not vLLM: no max_model_len or cache_config_info"),
+                ("0", "max_model_len (0 tokens) is not from 1 to 10,000,000"),
+                ("100000000", "max_model_len (100000000 tokens) is not from 1 to 10,000,000"),
+                ("9" * 4000, f"max_model_len ({'9' * 20} tokens) is not from 1 to 10,000,000"),
+            )
+        ),
+        pytest.param(
+            text_response(""),
+            {
+                "metrics": text_response(
+                    'vllm:cache_config_info{block_size="16",num_gpu_blocks="99999999"} 1\n'
+                )
+            },
+            "KV cache (1599999984 tokens) is not from 1 to 1,073,741,824",
+            id="a KV cache of 1.6 billion tokens",
+        ),
+        pytest.param(
+            text_response(""),
+            {"metrics": text_response("vllm:cache_config_info{\n" * 40_000)},
+            "is not vLLM: no max_model_len or cache_config_info",
+            id="a page on which a slow search takes minutes",
+        ),
+        pytest.param(
+            text_response(""),
+            {"metrics": text_response("#" * (2 << 20))},
+            "sends more than 1,048,576 bytes",
+            id="a long page",
+        ),
+        pytest.param(
+            text_response("[" * 100_000, 500),
+            {},
+            f"status 500: {'[' * 200}",
+            id="an error that is nested deep",
+        ),
+        pytest.param(
+            stream_of(
+                '{"choices": [], "usage": {"prompt_tokens": "%s", "completion_tokens": 1}}' % ("9" * 999)
+            ),
+            {},
+            f"counted {'9' * 392}",
+            id="a long count",
+        ),
         pytest.param(
             text_response("data: " + "x" * (2 << 20)), {}, "sends an event that does not end", id="no end"
         ),
@@ -283,7 +333,30 @@ async def test_an_engine_that_does_not_respond_is_given_up() -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    assert await measure_bad_engine(hang) == "does not respond for 120 s"
+    assert await measure_bad_engine(hang) == "sends no token for 120 s"
+
+
+async def test_an_engine_that_sends_events_without_tokens_is_given_up() -> None:
+    async def drip(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b': still here\n\ndata: {"choices": []}\n\n')
+            await asyncio.sleep(10.0)
+
+    assert await measure_bad_engine(drip) == "sends no token for 120 s"
+
+
+async def test_a_page_that_never_ends_is_given_up() -> None:
+    async def drip(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b"#")
+            await asyncio.sleep(10.0)
+
+    found = await measure_bad_engine(text_response(""), metrics=drip)
+    assert found == "does not respond for 120 s"
 
 
 TRANSFERS = MeasurementPlan((), (), 1, (), (64, 128))
@@ -360,6 +433,21 @@ async def test_an_engine_that_mixes_no_prompts_with_decodes_has_no_such_steps() 
         measured = await measurer.measure(plan)
     assert measured.mixed == []
     assert measured.decode[0].context_tokens < 4 * (16 + 64)
+
+
+async def test_a_second_engine_that_runs_fewer_requests_together_is_left_out() -> None:
+    """Its batch is never complete: some of the requests begin when others have ended."""
+    lines: list[str] = []
+    small = PROFILE.model_copy(update={"max_seqs": 4})
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(engine_server(profile)) for profile in (PROFILE, small)]
+        prefill, decode = [await stack.enter_async_context(EngineClient.open(url, seed=1)) for url in urls]
+        limits = EngineLimits("m", 600, PROFILE.kv_capacity_tokens, PROFILE.block_size)
+        measurer = Measurer(prefill, limits, token_budget=512, repeats=2, report=lines.append)
+        plan = MeasurementPlan((), ((8, 64),), mixed_batch=8, mixed=(), transfer=(32,))
+        measured = await measurer.measure(plan, decode)
+    assert (measured.fetches, len(measured.transfers)) == ([], 1)
+    assert lines.count("left out: the batch ended too soon after KV transfers of 32 tokens") == 1
 
 
 async def test_all_curves_are_measured_in_turn() -> None:
