@@ -57,7 +57,7 @@ class EngineProfile(BaseModel):
         default=1.1, description="Factor by which prefill is slower in a step that also decodes."
     )
     fetch_start_s: Coefficient = Field(
-        default=0.0, description="Step duration per KV fetch that starts in the step, seconds."
+        default=0.0, description="Step duration per KV fetch that starts in it, of at most max_seqs, seconds."
     )
     kv_capacity_tokens: TokenCount = Field(description="KV cache of the instance, tokens.")
     block_size: TokenCount = Field(description="Tokens per KV block.")

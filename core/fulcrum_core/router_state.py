@@ -56,8 +56,8 @@ class InstanceState(_WireModel):
     )
     max_seqs: int | None = Field(
         default=None,
-        description="Requests that the engine decodes together, as full batches of its pool have shown. "
-        "Otherwise the least of the other pools, or the most that one of its own runs; None: not known.",
+        description="Requests that the engine decodes together, as full batches of its pool have shown; "
+        "None: not known.",
     )
     decode_is_full: bool = Field(
         default=False,

@@ -18,7 +18,13 @@ import httpx
 from fulcrum_cli.option_values import check_not_combined
 from fulcrum_cli.output_files import check_outputs, write_text_file
 from fulcrum_cli.regret.alternatives import Alternative
-from fulcrum_cli.regret.recorded_traffic import RecordedTraffic, add_spec, parse_page, read_file
+from fulcrum_cli.regret.recorded_traffic import (
+    PAGE_BYTES_MAX,
+    RecordedTraffic,
+    add_spec,
+    parse_page,
+    read_file,
+)
 from fulcrum_cli.simulation.page_states import build_states
 from fulcrum_cli.simulation.progress import show_progress
 from fulcrum_cli.target.connection import TargetConnection, connect
@@ -122,12 +128,24 @@ async def _read_page(connection: TargetConnection, service: str) -> Any:
         return await router.read_document("requests")
     assert connection.local_run is not None
     try:
-        async with httpx.AsyncClient(trust_env=False, timeout=_READ_TIMEOUT_S) as client:
-            response = await client.get(f"{connection.local_run.router_metrics_url}/requests")
-            response.raise_for_status()
-            return response.json()
+        return json.loads(await _read_limited(f"{connection.local_run.router_metrics_url}/requests"))
     except (httpx.HTTPError, ValueError) as error:
         raise RouterUnavailable(str(error) or type(error).__name__) from error
+
+
+async def _read_limited(url: str) -> bytes:
+    """Read a page of at most `PAGE_BYTES_MAX`, which nobody packs."""
+    raw = bytearray()
+    async with (
+        httpx.AsyncClient(trust_env=False, timeout=_READ_TIMEOUT_S) as client,
+        client.stream("GET", url, headers={"Accept-Encoding": "identity"}) as response,
+    ):
+        response.raise_for_status()
+        async for data in response.aiter_raw():
+            raw += data
+            if len(raw) > PAGE_BYTES_MAX:
+                raise ValueError(f"the page has more than {PAGE_BYTES_MAX:,} bytes")
+    return bytes(raw)
 
 
 def _find_profile(traffic: RecordedTraffic) -> str:

@@ -25,6 +25,10 @@ from fulcrum_simulator.fleet.options import PolicyName
 from fulcrum_simulator.workload import TOKENS_MAX, WorkloadRequest
 
 _MIN_REQUESTS = 20
+PAGE_BYTES_MAX = 64 << 20
+"""Longest page that is read: that of a full recorder has about 10 MB."""
+_APART_MAX_S = 7_200.0
+"""Longest time from the first arrival to the last: a router keeps an hour, and its clock may be set."""
 _UNSCORED = frozenset({"invalid", "limited"})
 """Outcomes of requests that are left out of the replay: no engine worked for them, whatever the policy."""
 _NOT_JUDGED = _UNSCORED | {"cancelled"}
@@ -117,7 +121,11 @@ def read_file(path: Path) -> Any:
         InvalidInput: if the file cannot be read, or is not JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            raw = file.read(PAGE_BYTES_MAX + 1)
+        if len(raw) > PAGE_BYTES_MAX:
+            raise ValueError(f"it has more than {PAGE_BYTES_MAX:,} bytes")
+        return json.loads(raw)
     except OSError as error:
         raise InvalidInput("--file", path, f"cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
@@ -214,8 +222,8 @@ def _read_requests(page: _Page) -> Sequence[_Request]:
             )
         )
     arrivals = [request.arrival_s for request in requests]
-    if arrivals and (apart_s := max(arrivals) - min(arrivals)) > DURATION_MAX_S:
-        raise ValueError(f"arrivals {apart_s:g} s apart are above {DURATION_MAX_S:g}")
+    if arrivals and (apart_s := max(arrivals) - min(arrivals)) > _APART_MAX_S:
+        raise ValueError(f"arrivals {apart_s:g} s apart are above {_APART_MAX_S:g}")
     return requests
 
 

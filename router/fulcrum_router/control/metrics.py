@@ -470,7 +470,8 @@ def _build_router_gauges(router: Router) -> Iterator[Metric]:
     )
     yield from build_memory_families(router.request_memory)
     yield gauge("active", "1 if traffic is directed to this router, 0 if it is a standby.", router.active)
-    yield gauge("tokens_per_byte", "Learned tokens per byte of prompt text.", router.tokens_per_byte.value)
+    ratio = router.tokens_per_byte.value
+    yield gauge("tokens_per_byte", "Learned tokens per byte of prompt text, median of the tenants.", ratio)
     errors = GaugeMetricFamily(
         "fulcrum_router_ttft_prediction_error_ratio",
         "Mean of (predicted - measured)/measured time of recent requests, by part: prefill_leg (queue and "

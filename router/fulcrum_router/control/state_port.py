@@ -86,7 +86,7 @@ def _build_instance_state(router: Router, instance: Instance, suits_prefill: flo
         engine_requests=None if instance.health.ejected else instance.engine_requests,
         engine_read_at_s=instance.engine_read_at_s,
         reserved_tokens=ledger.reserved_tokens,
-        max_seqs=instance.max_seqs,
+        max_seqs=instance.max_seqs_shown,
         decode_is_full=router.journeys.waiting_room.waits_for_decode and instance.role is Role.DECODE,
         kv_capacity_tokens=instance.kv_capacity_tokens,
         itl_intercept_s=instance.decode_model.intercept,

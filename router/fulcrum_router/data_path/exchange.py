@@ -42,6 +42,7 @@ log = structlog.get_logger()
 _SEND_PREFILL, _SEND_DECODE, _END = Action.SEND_PREFILL, Action.SEND_DECODE, Action.END
 _OUTCOME_NUMBERS = {outcome: number for number, outcome in enumerate(RequestOutcome)}
 _OK, _DONE, _NOT_SERVED = RequestOutcome.OK, State.DONE, (StopReason.FULL, StopReason.REFUSED)
+_NOT_REPLAYED = (RequestOutcome.INVALID, RequestOutcome.LIMITED)
 
 
 class Exchange:
@@ -223,7 +224,7 @@ class Exchange:
         counters.record_parts(request.tier, outcome, parts, met=met, tokens=tokens)
         if request.client.caller.tenant:
             counters.record_tenant(request.client.caller.tenant, outcome, met=met, now_s=end_s)
-        if request.has_journey:
+        if request.has_journey and outcome not in _NOT_REPLAYED:
             self._record_flight(end_s, tokens=tokens, ttft_s=ttft_s)
         access_log = request.router.access_log
         if access_log.share and access_log.takes_next():

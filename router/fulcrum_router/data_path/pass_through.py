@@ -317,14 +317,14 @@ class PassThrough:
         return outcome
 
     def _measure(self, body: RequestBody) -> Work:
-        tier = self._client_request.caller.tier
+        tier, tenant = self._client_request.caller.tier, self._client_request.caller.tenant
         return Work(
-            self._router.tokens_per_byte.predict_tokens(measure_conversation(body.fields)),
+            self._router.tokens_per_byte.predict_tokens(measure_conversation(body.fields), tenant=tenant),
             tier.slo,
             deadline_s=self._arrival_s + tier.slo.ttft_s,
             tier=tier.name,
             priority=-tier.engine_priority,
-            tenant=self._client_request.caller.tenant,
+            tenant=tenant,
             output_limit=find_passed_limit(body.fields, path=self._client_request.path) or 0,
         )
 

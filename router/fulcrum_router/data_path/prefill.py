@@ -91,7 +91,9 @@ class PrefillLeg:
             request.body.fields, prompt_bytes=request.body.prompt_bytes
         ):
             counted = response.prompt_tokens - request.body.prompt_id_count
-            router.tokens_per_byte.learn(prompt_bytes=request.body.prompt_bytes, tokens=counted)
+            router.tokens_per_byte.learn(
+                prompt_bytes=request.body.prompt_bytes, tokens=counted, tenant=request.client.caller.tenant
+            )
         request.kv_transfer_params, request.counted_tokens = (
             response.kv_transfer_params,
             response.prompt_tokens,

@@ -210,7 +210,9 @@ class ServedRequest:
         self.body = body
         self.adds_usage = is_stream_without_usage(body)
         slo, router = self.tier.slo, self.router
-        tokens = body.prompt_id_count + router.tokens_per_byte.predict_tokens(body.prompt_bytes)
+        tokens = body.prompt_id_count + router.tokens_per_byte.predict_tokens(
+            body.prompt_bytes, tenant=self.client.caller.tenant
+        )
         prefix = NO_PREFIX
         if router.journeys.prefix_index is not None:
             prefix = build_prefix(body, tokens=tokens, chat=self.is_chat)

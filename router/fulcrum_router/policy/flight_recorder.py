@@ -1,8 +1,9 @@
 """The flight recorder: the requests of the last hour in numbers, without any text, to replay them later.
 
 `fulcrum regret` reads them from `/requests` of the metrics port, replays them in the simulator, and compares
-policies, splits and numbers of instances. The exchange records each completion whose body could be parsed,
-also refused and cancelled ones; passed-through requests are not recorded.
+policies, splits and numbers of instances. The exchange records each completion that engines worked for, or
+would have, also refused and cancelled ones: a client over its rate limit, or one whose requests engines
+reject, must not overwrite those of others. Passed-through requests are not recorded.
 
 A record takes `RECORD_BYTES`. The oldest record is overwritten when all `CAPACITY` are used, so that much
 traffic shortens the time that is kept and not the memory of the router.

@@ -26,6 +26,7 @@ class InstanceRecord:
         "kv_usage",
         "ledger",
         "max_seqs",
+        "max_seqs_shown",
         "name",
         "on_cpu",
         "pool",
@@ -70,6 +71,8 @@ class InstanceRecord:
         """Unix time at which these counts were requested (simulated: time of the run)."""
         self.max_seqs: int | None = None
         """Requests that the engine decodes together, known or assumed by `batch_limit`; None: not known."""
+        self.max_seqs_shown: int | None = None
+        """The same, as full batches of its own pool have shown; None: not known, but perhaps assumed."""
         self.kv_lease_s = KV_LEASE_S
         """Time for which the engine keeps KV that is not fetched, in seconds; a start-up option."""
         self.context_tokens: int | None = None

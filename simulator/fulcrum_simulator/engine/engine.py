@@ -135,7 +135,7 @@ class Engine:
         if not batch.decoding and not batch.chunks:
             return None
         self.busy = True
-        fetches_s = len(self._fetches) * self.profile.fetch_start_s
+        fetches_s = min(len(self._fetches), self.profile.max_seqs) * self.profile.fetch_start_s
         step = batch.measure_step(self._model, fetches_s=fetches_s, factor=self._step_factors.take())
         self.stats.record_steps(1, tokens=step.prefill_tokens + step.decodes)
         return step

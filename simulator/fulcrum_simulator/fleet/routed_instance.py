@@ -111,7 +111,7 @@ class RoutedInstance:
             engine_read_at_s=record.engine_read_at_s,
             reserved_tokens=ledger.reserved_tokens,
             decode_is_full=decode_is_full and record.role is Role.DECODE,
-            max_seqs=record.max_seqs,
+            max_seqs=record.max_seqs_shown,
             kv_capacity_tokens=record.kv_capacity_tokens,
             itl_intercept_s=record.decode_model.intercept,
             itl_slope_s=record.decode_model.slope,

@@ -18,6 +18,8 @@ REQUESTS_MAX = 6_000_000
 """Most requests that a file may have, failed ones included; they take about a gigabyte of memory."""
 TOKENS_MAX = 10_000_000
 """Most tokens that a prompt or an output may have; longer than any context of a model."""
+BLOCK_IDS_MAX = 25_000_000
+"""Most block ids that a file may have; they take about a gigabyte, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class _RequestReader:
         self._layout, self._requests_max = layout, requests_max
         self._first_s: float | None = None if layout.counts_from_first else 0.0
         self._previous_s = 0.0
+        self._ids = 0
 
     def read(self, records: Iterator[Record]) -> Iterator[WorkloadRequest]:
         """Yield the requests; those that failed are counted instead."""
@@ -66,13 +69,23 @@ class _RequestReader:
             if self._layout.failed_have_no_output and record.cell(self._layout.output).text == "0":
                 self.failed += 1
                 continue
+            input_tokens = _read_tokens(record.cell(self._layout.input))
             yield WorkloadRequest(
                 arrival_s=arrival_s,
-                input_tokens=_read_tokens(record.cell(self._layout.input)),
+                input_tokens=input_tokens,
                 output_tokens=_read_tokens(record.cell(self._layout.output)),
-                prefix_hash_ids=_read_ids(record.cell(self._layout.hash_ids)),
+                prefix_hash_ids=self._read_ids(record.cell(self._layout.hash_ids), most=input_tokens),
                 tenant=record.cell(self._layout.tenant).text or None,
             )
+
+    def _read_ids(self, cell: Cell, *, most: int) -> tuple[int, ...]:
+        ids = _parse_ids(cell)
+        if len(ids) > most:
+            raise cell.make_error(f"must be at most one id for each of the {most} tokens")
+        self._ids += len(ids)
+        if self._ids > BLOCK_IDS_MAX:
+            raise cell.make_error(f"makes more than {BLOCK_IDS_MAX} ids in the file")
+        return ids
 
     def _read_arrival(self, cell: Cell) -> float:
         try:
@@ -103,7 +116,7 @@ def _read_tokens(cell: Cell) -> int:
     return tokens
 
 
-def _read_ids(cell: Cell) -> tuple[int, ...]:
+def _parse_ids(cell: Cell) -> tuple[int, ...]:
     if isinstance(cell.value, list):
         if not all(type(value) is int for value in cell.value):  # a boolean is an int, too
             raise cell.make_error("must be whole numbers")

@@ -9,7 +9,13 @@ from fulcrum_cli.regret.recorded_traffic import parse_page
 from fulcrum_router.control.metrics import build_registry
 from fulcrum_router.control.metrics_port import make_metrics_app
 from fulcrum_router.control.requests_page import MAX_AGE_S, MIN_INTERVAL_S, RequestsPage
-from tests.integration.router.fake_engines import PROMPT, FakeEngine, RunningRouter, run_router
+from tests.integration.router.fake_engines import (
+    PROMPT,
+    FakeEngine,
+    RunningRouter,
+    respond_with_status,
+    run_router,
+)
 
 SECRET = "canary-text"
 
@@ -43,6 +49,14 @@ async def test_a_request_is_recorded_in_numbers(client: aiohttp.ClientSession) -
     assert len(traffic.requests) == 25
     assert {each.output_tokens for each in traffic.requests} == {1, 3}  # whole responses report no usage here
     assert (traffic.ran_as.prefill, traffic.ran_as.instances, traffic.attainment) == (1, 2, 1.0)
+
+
+async def test_requests_that_engines_reject_overwrite_no_recorded_ones(client: aiohttp.ClientSession) -> None:
+    async with run_router(FakeEngine("p1", respond_with_status(400)), FakeEngine("d1")) as world:
+        async with client.post(world.url(), json=PROMPT) as response:
+            assert response.status == 400
+        text, *_ = await fetch(client, world, [0.0])
+    assert json.loads(text)["requests"] == []
 
 
 async def test_slow_readers_keep_one_page_in_memory(client: aiohttp.ClientSession) -> None:

@@ -134,6 +134,19 @@ def test_a_fetch_delays_the_decodes_of_the_step_in_which_it_starts() -> None:
     assert planned.ends_s == [1.0 + fetching.duration_s, 1.0 + fetching.duration_s + 1.0 + 12 / 1024]
 
 
+def test_a_step_counts_at_most_as_many_fetches_as_requests_may_run() -> None:
+    """So that a profile whose longest step is within the limit has none that is longer."""
+    p, d = engine("p"), engine("d", t0=1.0, d1=0.0, d2=1 / 1024, fetch_start_s=0.25, max_seqs=2)
+    d.submit(request("first", OTHER_PROMPT[:16], max_tokens=9))
+    step(d, 0.0)
+    kv_transfer = import_from(export_prompt(p, "r-p", PROMPT[:16]), p)
+    for name in ("a", "b", "c"):
+        d.submit(request(name, PROMPT[:16], kv_transfer=kv_transfer, max_tokens=2))
+    fetching = d.start_step(1.0)
+    assert fetching is not None
+    assert (fetching.duration_s, len(d.take_kv_fetches())) == (1.5 + 5 / 1024, 3)
+
+
 def test_only_blocks_missing_from_the_prefix_cache_are_pulled() -> None:
     p, d = engine("p"), engine("d")
     d.submit(request("before", PROMPT_WITH_SAME_START))

@@ -179,6 +179,21 @@ def test_block_ids_must_be_whole_numbers(tmp_path: Path, ids: str) -> None:
         load_trace(path)
 
 
+def test_block_ids_are_at_most_as_many_as_tokens(tmp_path: Path) -> None:
+    path = write(tmp_path, MOONCAKE_REQUEST % "[1]", MOONCAKE_REQUEST % "[1, 2]")
+    with pytest.raises(
+        InvalidInput, match=r"trace:2 hash_ids \(.*\) must be at most one id for each of the 1 "
+    ):
+        load_trace(path)
+
+
+def test_a_file_with_very_many_block_ids_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fulcrum_simulator.workload.traces.BLOCK_IDS_MAX", 2)
+    path = write(tmp_path, *(3 * [MOONCAKE_REQUEST % "[1]"]))
+    with pytest.raises(InvalidInput, match=r"trace:3 hash_ids \(.*\) makes more than 2 ids in the file"):
+        load_trace(path)
+
+
 def test_blank_lines_before_the_first_object_are_skipped(tmp_path: Path) -> None:
     path = write(tmp_path, "", "  ", MOONCAKE_REQUEST % "[1]", "{")
     with pytest.raises(InvalidInput, match=r"trace:4 \({\) must be a JSON object$"):

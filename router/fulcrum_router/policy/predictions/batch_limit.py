@@ -107,10 +107,11 @@ class BatchLimits:
         self._by_pool: dict[str, BatchLimit] = {}
 
     def observe(self, instances: Iterable[InstanceRecord], *, now_s: float) -> None:
-        """Learn from the last probe of each instance, and set `max_seqs` of all of them.
+        """Learn from the last probe of each instance, and set `max_seqs` and `max_seqs_shown` of all of them.
 
         A pool whose limit is not known has the smallest known one, or as many places as one of its engines
-        uses: dispatch would prefer instances without a limit to all that are full.
+        uses: dispatch would prefer instances without a limit to all that are full. That is no limit for the
+        autoscaler, which moves instances by it: one bad engine would bend the split of all pools.
         """
         pools: defaultdict[str, list[InstanceRecord]] = defaultdict(list)
         for instance in instances:
@@ -124,8 +125,8 @@ class BatchLimits:
         }
         smallest = min((limit.max_seqs for limit in self._by_pool.values() if limit.max_seqs), default=None)
         for pool, members in pools.items():
-            max_seqs = self._by_pool[pool].max_seqs
+            max_seqs = shown = self._by_pool[pool].max_seqs
             if max_seqs is None and smallest is not None:
                 max_seqs = max(smallest, count_most_running(decode[pool]))
             for instance in members:
-                instance.max_seqs = max_seqs
+                instance.max_seqs, instance.max_seqs_shown = max_seqs, shown

@@ -11,7 +11,9 @@ them.
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
+from statistics import median
 
 from fulcrum_core.latency import DecodeModel, PrefillModel
 from fulcrum_router.policy.predictions.least_squares import solve_not_negative
@@ -26,20 +28,33 @@ TYPICAL_REQUEST_TOKENS = 1_000
 """Tokens per request for which a profile's step model is converted to a decode model."""
 
 
-class TokensPerByte:
-    """Learned tokens per byte of prompt, by the token counts of one service's engines."""
+TENANTS_MAX = 1_024
+"""Tenants whose ratio of tokens to bytes is remembered; the ones not seen for longest are dropped."""
+_MEDIAN_EVERY = 32
+"""Prompts after which the median over many tenants is computed anew."""
 
-    __slots__ = ("_weight", "value")
+
+class TokensPerByte:
+    """Learned tokens per byte of prompt, by the token counts of one service's engines.
+
+    Each tenant has a value of its own. Other tenants get the median over all: else one that sends spaces, or
+    rare characters, would bend what is predicted of everybody's prompts.
+    """
+
+    __slots__ = ("_by_tenant", "_learned", "_weight", "value")
 
     def __init__(self, value: float = DEFAULT_TOKENS_PER_BYTE, *, weight: float = 0.05) -> None:
         self.value = value
+        """For tenants without a value of their own."""
         self._weight = weight
+        self._by_tenant: OrderedDict[str, float] = OrderedDict()
+        self._learned = 0
 
-    def predict_tokens(self, prompt_bytes: int) -> int:
+    def predict_tokens(self, prompt_bytes: int, *, tenant: str = "") -> int:
         """Predict the tokens of `prompt_bytes` bytes; at least 1."""
-        return math.ceil(prompt_bytes * self.value) or 1
+        return math.ceil(prompt_bytes * self._by_tenant.get(tenant, self.value)) or 1
 
-    def learn(self, *, prompt_bytes: int, tokens: float) -> None:
+    def learn(self, *, prompt_bytes: int, tokens: float, tenant: str = "") -> None:
         """Learn from a token count. Prompts under 256 bytes count less: they are mostly template."""
         if prompt_bytes <= 0 or not 0 < tokens < math.inf:
             return
@@ -47,7 +62,13 @@ class TokensPerByte:
         if not 0.01 <= ratio <= 4.0:
             ratio = 0.01 if ratio < 0.01 else 4.0
         weight = self._weight if prompt_bytes >= 256 else self._weight * prompt_bytes / 256
-        self.value += weight * (ratio - self.value)
+        before = self._by_tenant.pop(tenant, self.value)
+        self._by_tenant[tenant] = before + weight * (ratio - before)
+        if len(self._by_tenant) > TENANTS_MAX:
+            self._by_tenant.popitem(last=False)
+        self._learned += 1
+        if len(self._by_tenant) <= _MEDIAN_EVERY or self._learned % _MEDIAN_EVERY == 0:
+            self.value = median(self._by_tenant.values())
 
 
 _PRIOR_WEIGHT = 0.05

@@ -169,7 +169,7 @@ def test_a_service_with_mode_direct_is_compared_with_mode_queue() -> None:
         ),
         pytest.param(
             page(*ok_requests(), request(20, arrival_s=1e12)),
-            "page (requests) are not those of a router: arrivals 1e+12 s apart are above 3.16224e+07",
+            "page (requests) are not those of a router: arrivals 1e+12 s apart are above 7200",
             id="arrivals far apart",
         ),
         pytest.param(page(service=""), "page (service) is not as in the page", id="no name"),
@@ -222,3 +222,13 @@ def test_a_file_that_is_not_json_is_rejected(tmp_path: Path) -> None:
         read_file(file)
     file.write_text(json.dumps(page()), encoding="utf-8")
     assert read_file(file) == page()
+
+
+def test_a_file_that_is_longer_than_any_page_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fulcrum_cli.regret.recorded_traffic.PAGE_BYTES_MAX", 100)
+    file = tmp_path / "requests.json"
+    file.write_text(" " * 101, encoding="utf-8")
+    with pytest.raises(InvalidInput, match=r"cannot be read: it has more than 100 bytes"):
+        read_file(file)

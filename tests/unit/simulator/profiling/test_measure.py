@@ -28,6 +28,7 @@ from fulcrum_simulator.server.app import EngineApp
 from fulcrum_simulator.server.options import Options
 from fulcrum_simulator.server.service import EngineService
 from fulcrum_simulator.server.side_channel_server import SideChannelServer, start_side_channel_server
+from tests.waiting import advance
 
 pytestmark = pytest.mark.looptime(start=0.0)
 
@@ -342,7 +343,7 @@ async def test_an_engine_that_sends_events_without_tokens_is_given_up() -> None:
         await response.prepare(request)
         while True:
             await response.write(b': still here\n\ndata: {"choices": []}\n\n')
-            await asyncio.sleep(10.0)
+            await advance(10.0)
 
     assert await measure_bad_engine(drip) == "sends no token for 120 s"
 
@@ -353,7 +354,7 @@ async def test_a_page_that_never_ends_is_given_up() -> None:
         await response.prepare(request)
         while True:
             await response.write(b"#")
-            await asyncio.sleep(10.0)
+            await advance(10.0)
 
     found = await measure_bad_engine(text_response(""), metrics=drip)
     assert found == "does not respond for 120 s"

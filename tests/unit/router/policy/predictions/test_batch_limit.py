@@ -131,6 +131,7 @@ def test_a_pool_without_a_limit_has_the_smallest_one_unless_it_runs_more(running
             record.pool = pool
         limits.observe(records, now_s=at_s)
     assert [record.max_seqs for record in records] == [64, 128, max_seqs]
+    assert [record.max_seqs_shown for record in records] == [64, 128, None], "the autoscaler gets no guess"
 
 
 def test_prefill_instances_and_those_that_do_not_serve_show_no_limit() -> None:

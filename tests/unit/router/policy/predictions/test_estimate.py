@@ -11,7 +11,7 @@ from fulcrum_router.policy import (
     PrefillPredictor,
     TokensPerByte,
 )
-from fulcrum_router.policy.predictions.estimate import DEFAULT_DECODE, DEFAULT_PREFILL
+from fulcrum_router.policy.predictions.estimate import DEFAULT_DECODE, DEFAULT_PREFILL, TENANTS_MAX
 from fulcrum_router.policy.predictions.prefill_samples import PrefillSample
 
 UNUSABLE = [math.nan, math.inf, -1.0, 0.0]
@@ -29,6 +29,24 @@ def test_a_short_prompt_changes_tokens_per_byte_less_than_a_long_one() -> None:
     short.learn(prompt_bytes=8, tokens=16)
     long.learn(prompt_bytes=800, tokens=1600)
     assert 0.25 < short.value < long.value
+
+
+def test_a_tenant_bends_the_tokens_per_byte_of_nobody_else() -> None:
+    """One sends rare characters, 100 times as often as two others send text."""
+    ratio = TokensPerByte()
+    for _ in range(100):
+        for tenant, tokens in (("a", 800), ("b", 1000), *(("rare", 4000),) * 100):
+            ratio.learn(prompt_bytes=4000, tokens=tokens, tenant=tenant)
+    found = [ratio.predict_tokens(4000, tenant=tenant) for tenant in ("a", "b", "rare", "new")]
+    assert found == pytest.approx([800, 1000, 4000, 1000], rel=0.02)
+
+
+def test_of_many_tenants_the_last_ones_are_remembered() -> None:
+    ratio = TokensPerByte()
+    for number in range(TENANTS_MAX + 1):
+        ratio.learn(prompt_bytes=4000, tokens=4000, tenant=str(number))
+    assert len(ratio._by_tenant) == TENANTS_MAX
+    assert "0" not in ratio._by_tenant
 
 
 @pytest.mark.parametrize("tokens", UNUSABLE, ids=str)
