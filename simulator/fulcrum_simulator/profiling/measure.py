@@ -45,6 +45,8 @@ JOINING_STEPS = 4
 """Steps of the batch for each of them, besides those in which it is computed."""
 JOINING_FETCHES = 8
 """KV fetches beside a batch, one after the other: on CPUs single delays differ several times over."""
+FETCH_STEPS_MAX = 64
+"""Most steps of the batch for each of them, while the other engine computes the prompt and it is fetched."""
 _PREFILL_LEG = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -137,8 +139,9 @@ class Measurer:
                 for times in joining:
                     await self._client.stream(self._body(tokens, max_tokens=1), times)
 
-            after = steps + JOINING_PROMPTS * prompt_steps
-            runs = await self._decode_beside(self._client, plan, join, before=steps, after=after)
+            runs = await self._decode_beside(
+                self._client, plan, join, steps=steps, most=JOINING_PROMPTS * prompt_steps
+            )
             seconds, context_tokens = _compute_joined_step(runs, joining, context=context)
             return MixedMeasurement(tokens, seconds, batch, context_tokens)
 
@@ -162,8 +165,9 @@ class Measurer:
                 for times in joining:
                     await self._fetch(decode, await self._compute_kv(tokens), times)
 
-            after = steps + JOINING_FETCHES * JOINING_STEPS
-            runs = await self._decode_beside(decode, plan, join, before=steps, after=after)
+            runs = await self._decode_beside(
+                decode, plan, join, steps=steps, most=JOINING_FETCHES * FETCH_STEPS_MAX
+            )
             seconds, context_tokens = _compute_joined_step(runs, joining, context=context)
             return FetchMeasurement(tokens, seconds, batch, context_tokens)
 
@@ -179,24 +183,27 @@ class Measurer:
         plan: MeasurementPlan,
         join: Callable[[], Awaitable[None]],
         *,
-        before: int,
-        after: int,
+        steps: int,
+        most: int,
     ) -> list[TokenTimes]:
-        """Run a batch on `engine`, call `join` after `before` steps, and let the batch decode `after` more.
+        """Run a batch on `engine`, call `join` after some steps, and end the batch as many steps later.
 
-        Returns the token times of the batch.
+        The batch has at most `most` steps meanwhile. Returns its token times; the engine is idle then.
         """
         batch, context = plan.mixed_batch, plan.decode[0][1]
-        max_tokens = self._steps_to_fill(batch, context) + before + after
+        max_tokens = self._steps_to_fill(batch, context) + 2 * steps + most
+        max_tokens = min(max_tokens, self._find_room(batch, context))
         runs = [TokenTimes() for _ in range(batch)]
-        settled = _watch_steps(runs, before, max_tokens=max_tokens)
+        watch = _Watch(runs, max_tokens)
 
         async def join_settled() -> None:
-            await settled.wait()
+            await watch.wait_for_steps(steps)
             await join()
+            await watch.wait_for_steps(steps)
 
         body = partial(self._body, context, max_tokens=max_tokens)
-        await _run_all([*(engine.stream(body(), run) for run in runs), join_settled()])
+        await _run_until_last([*(engine.stream(body(), run) for run in runs), join_settled()])
+        await engine.stream(self._body(1, max_tokens=1), TokenTimes())  # it has dropped the batch before
         return runs
 
     async def _with_enough_steps(
@@ -212,8 +219,7 @@ class Measurer:
         On a busy machine the last request of a batch may come when the first one has almost ended, and an
         engine that shares its thread with its server sends many tokens at once.
         """
-        room = min(self._limits.max_model_tokens, self._limits.kv_tokens // batch) - context
-        most = max(DECODE_STEPS, min(room // 4, DECODE_STEPS_MAX))
+        most = max(DECODE_STEPS, min(self._find_room(batch, context) // 4, DECODE_STEPS_MAX))
         while True:
             try:
                 return await measure(min(steps.count, most))
@@ -260,6 +266,10 @@ class Measurer:
     def _room(self, batch: int) -> int:
         """Return the prompt tokens of a step in which `batch` requests decode."""
         return self._token_budget - batch
+
+    def _find_room(self, batch: int, context: int) -> int:
+        """Return how many tokens each request of a batch can generate."""
+        return min(self._limits.max_model_tokens, self._limits.kv_tokens // batch) - context
 
     def _steps_to_fill(self, batch: int, context: int) -> int:
         """Return the steps until all prompts of a batch are computed; earlier ones decode meanwhile."""
@@ -361,25 +371,29 @@ def _find_spans(tokens_s: Sequence[float], joining: Sequence[TokenTimes]) -> lis
     return spans
 
 
-def _watch_steps(runs: Sequence[TokenTimes], steps: int, *, max_tokens: int) -> asyncio.Event:
-    """Return an event that is set `steps` steps after all runs have their first token.
+class _Watch:
+    """Waits for steps of a batch; `max_tokens` are the tokens that each of its requests has at last."""
 
-    Or when one of them has all its tokens: then an engine does not run all of them together.
-    """
-    settled = asyncio.Event()
-    begun: list[int] = []
+    def __init__(self, runs: Sequence[TokenTimes], max_tokens: int) -> None:
+        self._runs, self._max_tokens = runs, max_tokens
+        self._has_token = asyncio.Event()
+        for run in runs:
+            run.on_token = self._has_token.set
 
-    def check() -> None:
-        if not begun and all(run.tokens_s for run in runs):
-            begun.append(len(runs[0].tokens_s))
-        if begun and len(runs[0].tokens_s) >= begun[0] + steps:
-            settled.set()
-        if max(len(run.tokens_s) for run in runs) >= max_tokens:
-            settled.set()
+    async def wait_for_steps(self, steps: int) -> None:
+        """Wait for so many steps after all have their first token, or until one request has its last."""
+        while not all(run.tokens_s for run in self._runs) and not self._has_ended():
+            await self._wait_for_token()
+        until = len(self._runs[0].tokens_s) + steps
+        while len(self._runs[0].tokens_s) < until and not self._has_ended():
+            await self._wait_for_token()
 
-    for run in runs:
-        run.on_token = check
-    return settled
+    def _has_ended(self) -> bool:
+        return max(len(run.tokens_s) for run in self._runs) >= self._max_tokens
+
+    async def _wait_for_token(self) -> None:
+        self._has_token.clear()
+        await self._has_token.wait()
 
 
 async def _run_all(measurements: Sequence[Coroutine[Any, Any, None]]) -> None:
@@ -387,6 +401,21 @@ async def _run_all(measurements: Sequence[Coroutine[Any, Any, None]]) -> None:
     tasks = [asyncio.ensure_future(each) for each in measurements]
     try:
         await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _run_until_last(measurements: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run them at the same time until the last one ends, or until the first failure."""
+    tasks = [asyncio.ensure_future(each) for each in measurements]
+    running = set(tasks)
+    try:
+        while not tasks[-1].done():
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
     finally:
         for task in tasks:
             task.cancel()

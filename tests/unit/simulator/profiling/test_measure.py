@@ -72,7 +72,7 @@ async def engine_server(profile: EngineProfile) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def http_server(app: web.Application) -> AsyncIterator[str]:
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
     await runner.setup()
     http = bind_socket("127.0.0.1", 0, option="")
     await web.SockSite(runner, http).start()
