@@ -84,8 +84,8 @@ def run(options: ProfileOptions) -> int:
     text = render_profile(engine, measured.fitted, measured.link)
     parse_profile(text, source=str(options.out))
     write_text_file("--out", options.out, text)
-    curves = (*measured.fitted.curves, *(measured.link.curves if measured.link else ()))
-    print("\n".join(format_report(curves, measured.fitted, options.out)))
+    curves = (*measured.fitted.curves, *([measured.link.curve] if measured.link else []))
+    print("\n".join(format_report(curves, measured.fitted, measured.link, options.out)))
     return 1 if any(curve.mape > ERROR_MAX for curve in curves) else 0
 
 
@@ -159,7 +159,9 @@ def _report(line: str) -> None:
     print(f"measuring {hide_credentials(line)}", file=sys.stderr, flush=True)
 
 
-def format_report(curves: tuple[CurveFit, ...], fitted: FittedProfile, out: Path) -> list[str]:
+def format_report(
+    curves: tuple[CurveFit, ...], fitted: FittedProfile, link: FittedLink | None, out: Path
+) -> list[str]:
     """Return the lines that the command prints; the points of curves that do not fit are among them."""
     steps = fitted.steps
     off = [curve for curve in curves if curve.mape > ERROR_MAX]
@@ -182,9 +184,18 @@ def format_report(curves: tuple[CurveFit, ...], fitted: FittedProfile, out: Path
         f"decoding request {steps.d1 * 1e6:.3g} µs, token of context {steps.d2 * 1e9:.3g} ns, "
         f"prefill in a step with decodes × {steps.mixed_factor:.3g}; "
         f"outside of steps {fitted.overhead_s * 1000:.3g} ms a request",
+        *(_describe_fetches(link) if link else []),
         *(warning if off else []),
         f"wrote {out}: pass it as a profile",
     ]
+
+
+def _describe_fetches(link: FittedLink) -> list[str]:
+    starts = link.fetch_starts_s
+    if not starts:
+        return ["a KV fetch beside decodes could not be measured"]
+    by_length = f"{_ms(min(starts))} to {_ms(max(starts))} by length"
+    return [f"a KV fetch adds {_ms(link.fetch_start_s)} to the step in which it starts ({by_length})"]
 
 
 def _list_points(curves: Sequence[CurveFit]) -> list[str]:

@@ -34,7 +34,7 @@ class ProfiledEngine:
 
 def render_profile(engine: ProfiledEngine, fitted: FittedProfile, link: FittedLink | None) -> str:
     """Return the text of the profile file; `link` is None if no KV transfer was measured."""
-    curves = (*fitted.curves, *(link.curves if link else ()))
+    curves = (*fitted.curves, link.curve) if link else fitted.curves
     described = ", ".join(_describe_curve(curve) for curve in curves if curve.points)
     fields = {
         "name": engine.name,
@@ -94,7 +94,7 @@ def _link_fields(engine: ProfiledEngine, link: FittedLink | None) -> dict[str, f
         "link_bytes_per_s": _round(kv_bytes_per_token(engine.model) / link.s_per_token),
         "link_setup_s": _round(link.setup_s),
         "handshake_s": _round(link.handshake_s),
-        "fetch_start_s": _round(link.fetch_start_s or 0.0),
+        "fetch_start_s": _round(link.fetch_start_s),
     }
 
 
@@ -104,7 +104,7 @@ def _comments(engine: ProfiledEngine, fitted: FittedProfile, link: FittedLink | 
         lines.append("# Assumed, not measured: mixed_factor; no prompt could be measured beside decodes.")
     if link is None:
         lines.append("# Assumed, not measured: link, handshake and fetch values (one engine was given).")
-    elif link.fetch_start_s is None:
+    elif not link.fetch_starts_s:
         lines.append("# Assumed, not measured: fetch_start_s; no KV fetch could be measured beside decodes.")
     if engine.device is None:
         lines.append("# No device was given: peak_flops and hbm_bytes_per_s are the lowest that fit.")

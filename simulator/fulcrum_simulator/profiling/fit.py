@@ -5,7 +5,7 @@
 
 Decode steps give t0, d1 and d2. With t0 known, prefill gives b and c, and the time that a request spends
 outside steps (HTTP, tokenising, queueing), which is no part of a profile. Prompts among decodes give f,
-KV fetches among decodes what each adds to the step in which it starts.
+KV fetches among decodes the time that each adds to the step in which it starts.
 `fulcrum profile` calls it with what `measure` has measured.
 """
 
@@ -24,9 +24,7 @@ from fulcrum_simulator.profiling.samples import (
     TransferMeasurement,
 )
 
-S = TypeVar(
-    "S", PrefillMeasurement, DecodeMeasurement, MixedMeasurement, TransferMeasurement, FetchMeasurement
-)
+S = TypeVar("S", PrefillMeasurement, DecodeMeasurement, MixedMeasurement, TransferMeasurement)
 
 ASSUMED_FACTOR = 1.1
 """Factor of an engine that took up no prompt in a step with decodes (Splitwise's measured tables)."""
@@ -74,15 +72,20 @@ class FittedProfile:
 class FittedLink:
     """A KV transfer takes setup_s + s_per_token·n, and the first one between two engines handshake_s more.
 
-    Each adds fetch_start_s to the step of the decode engine in which it starts, if anything runs there; None
-    if it was not measured.
+    `fetch_starts_s` has for each measured length what a fetch adds to the step of the decode engine in which
+    it starts, if anything runs there. Single ones differ too much to be a curve: their mean counts.
     """
 
     setup_s: float
     s_per_token: float
     handshake_s: float
-    fetch_start_s: float | None
-    curves: tuple[CurveFit, ...]
+    fetch_starts_s: tuple[float, ...]
+    curve: CurveFit
+
+    @property
+    def fetch_start_s(self) -> float:
+        """The mean of `fetch_starts_s`; 0 without any."""
+        return max(0.0, fmean(self.fetch_starts_s)) if self.fetch_starts_s else 0.0
 
 
 def fit_profile(
@@ -119,7 +122,7 @@ def fit_link(
     """Fit the KV transfer between two engines; `first` was measured before any other contact of the two.
 
     From each transfer, the decode step that follows it and the time outside of steps are subtracted first.
-    From each of `fetches`, the step of the batch is, and what the fetched request adds to its first step.
+    From each of `fetches`, what the fetched request adds to its own first step is.
     """
 
     def after_s(sample: TransferMeasurement) -> float:
@@ -135,28 +138,14 @@ def fit_link(
     def predict_s(sample: TransferMeasurement) -> float:
         return setup_s + s_per_token * sample.tokens + after_s(sample)
 
-    fetch_start_s, fetch_curve = _fit_fetches(fetches, fitted.steps)
+    steps = fitted.steps
     return FittedLink(
         setup_s,
         s_per_token,
         max(0.0, first.seconds - predict_s(first)),
-        fetch_start_s,
-        (_compare("transfer", later, predict_s), fetch_curve),
+        tuple(sample.seconds - steps.d1 - steps.d2 * sample.tokens for sample in fetches),
+        _compare("transfer", later, predict_s),
     )
-
-
-def _fit_fetches(fetches: Sequence[FetchMeasurement], steps: StepModel) -> tuple[float | None, CurveFit]:
-    """Return what a KV fetch adds to a step, None without measurements, and how far each is from it."""
-    if not fetches:
-        return None, CurveFit("fetch", ())
-
-    def without_s(sample: FetchMeasurement) -> float:
-        return _decodes_s(steps, sample) + steps.d1 + steps.d2 * sample.tokens
-
-    measured_s = [sample.seconds for sample in fetches]
-    rest_s = [sample.seconds - without_s(sample) for sample in fetches]
-    (fetch_start_s,) = fit_not_negative([(1.0,)] * len(fetches), rest_s, measured_s)
-    return fetch_start_s, _compare("fetch", fetches, lambda sample: without_s(sample) + fetch_start_s)
 
 
 def _steps(tokens: int, token_budget: int) -> int:
@@ -178,7 +167,7 @@ def _prompt_s(steps: StepModel, tokens: int) -> float:
     return steps.b * tokens + steps.c * tokens**2
 
 
-def _decodes_s(steps: StepModel, sample: DecodeMeasurement | MixedMeasurement | FetchMeasurement) -> float:
+def _decodes_s(steps: StepModel, sample: DecodeMeasurement | MixedMeasurement) -> float:
     """Return the duration of a step that decodes these requests."""
     return steps.t0 + steps.d1 * sample.batch + steps.d2 * sample.context_tokens
 

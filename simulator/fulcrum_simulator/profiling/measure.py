@@ -142,8 +142,9 @@ class Measurer:
             runs = await self._decode_beside(
                 self._client, plan, join, steps=steps, most=JOINING_PROMPTS * prompt_steps
             )
-            seconds, context_tokens = _compute_joined_step(runs, joining, context=context)
-            return MixedMeasurement(tokens, seconds, batch, context_tokens)
+            alone_s, delay_s = _compute_delay(runs, joining)
+            context_tokens = _count_context(runs, joining, context=context)
+            return MixedMeasurement(tokens, alone_s + max(0.0, delay_s), batch, context_tokens)
 
         try:
             return await self._with_enough_steps(measure, self._mixed_steps, self._client, batch, context)
@@ -154,7 +155,7 @@ class Measurer:
     async def _measure_fetch(
         self, decode: EngineClient, plan: MeasurementPlan, tokens: int
     ) -> FetchMeasurement:
-        """Return the mean step in which `decode` starts to fetch KV of `tokens` while it decodes."""
+        """Return the mean time by which fetching KV of `tokens` delays what `decode` decodes."""
         batch, context = plan.mixed_batch, plan.decode[0][1]
         self._report(f"KV transfer of {tokens} tokens in steps with {batch} decodes")
 
@@ -168,8 +169,7 @@ class Measurer:
             runs = await self._decode_beside(
                 decode, plan, join, steps=steps, most=JOINING_FETCHES * FETCH_STEPS_MAX
             )
-            seconds, context_tokens = _compute_joined_step(runs, joining, context=context)
-            return FetchMeasurement(tokens, seconds, batch, context_tokens)
+            return FetchMeasurement(tokens, _compute_delay(runs, joining)[1])
 
         try:
             return await self._with_enough_steps(measure, self._fetch_steps, decode, batch, context)
@@ -336,14 +336,11 @@ def _find_end(tokens_s: Sequence[float], time_s: float) -> int:
     return bisect_right(tokens_s, tokens_s[first]) - 1 if first < len(tokens_s) else first
 
 
-def _compute_joined_step(
-    runs: Sequence[TokenTimes], joining: Sequence[TokenTimes], *, context: int
-) -> tuple[float, float]:
-    """Return the mean step of a batch while a request joins it, in seconds, and the batch's KV tokens then.
+def _compute_delay(runs: Sequence[TokenTimes], joining: Sequence[TokenTimes]) -> tuple[float, float]:
+    """Return the mean step of a batch without a joining request, and the mean delay by one, in seconds.
 
-    The step is the mean one without a joining request plus the mean delay by one. The prompts of the batch
-    have `context` tokens. As many steps without one count before as after the others, so that the growth of
-    the contexts and a steady drift of the engine's speed cancel out.
+    As many steps without one count before as after the others, so that the growth of the contexts and a
+    steady drift of the engine's speed cancel out.
     """
     tokens_s = runs[0].tokens_s
     spans = _find_spans(tokens_s, joining)
@@ -357,8 +354,14 @@ def _compute_joined_step(
     _, after_s = _mean_step(tokens_s, tokens_s[last], tokens_s[last + beside])
     alone_s = (before_s + after_s) / 2
     late_s = sum(tokens_s[stop] - tokens_s[begin] - (stop - begin) * alone_s for begin, stop in spans)
-    decoded = sum(bisect_right(run.tokens_s, joining[0].sent_s) + (last - first - 1) / 2 for run in runs)
-    return alone_s + max(late_s / len(joining), 0.0), len(runs) * context + decoded
+    return alone_s, late_s / len(joining)
+
+
+def _count_context(runs: Sequence[TokenTimes], joining: Sequence[TokenTimes], *, context: int) -> float:
+    """Return the tokens of KV of a batch, whose prompts have `context`, in the middle of the joining ones."""
+    spans = _find_spans(runs[0].tokens_s, joining)
+    half = (spans[-1][1] - spans[0][0] - 1) / 2
+    return sum(context + bisect_right(run.tokens_s, joining[0].sent_s) + half for run in runs)
 
 
 def _find_spans(tokens_s: Sequence[float], joining: Sequence[TokenTimes]) -> list[tuple[int, int]]:

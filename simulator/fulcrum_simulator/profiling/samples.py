@@ -60,14 +60,10 @@ class TransferMeasurement(_OneLength):
 
 @dataclass(frozen=True, slots=True)
 class FetchMeasurement(_OneLength):
-    """One step that decodes `batch` requests and starts to fetch the KV of a prompt of `tokens`.
+    """Mean time by which fetching the KV of `tokens`, and the first step of its request, delay a batch.
 
-    The batch has `context_tokens` tokens of KV. `seconds` is the mean step without a fetch plus the time that
-    the fetch and the first step of its request add.
+    Noise may make it negative.
     """
-
-    batch: int
-    context_tokens: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from fulcrum_simulator.profiling import (
     EngineClient,
     EngineLimits,
     EngineUnusable,
+    FittedLink,
     FittedPoint,
     FittedProfile,
     hide_credentials,
@@ -58,7 +59,8 @@ def test_a_curve_that_does_not_fit_is_shown_point_by_point() -> None:
     )
     steps = StepModel(t0=0.01, b=1e-4, c=1e-9, d1=1e-3, d2=1e-6, mixed_factor=1.1)
 
-    report = format_report((good, bad), FittedProfile(steps, 0.0, (good, bad)), Path("m.yaml"))
+    link = FittedLink(0.0, 1e-6, 0.0, (0.05, 0.07), CurveFit("transfer", ()))
+    report = format_report((good, bad), FittedProfile(steps, 0.0, (good, bad)), link, Path("m.yaml"))
 
     lines = [re.split(" {2,}", line) for line in report]
     assert [line for line in lines if len(line) == 5] == [
@@ -66,6 +68,7 @@ def test_a_curve_that_does_not_fit_is_shown_point_by_point() -> None:
         ["decode", "1 request, 76 tokens of KV", "20 ms", "16 ms", "-20.0%"],
         ["decode", "16 requests, 1216 tokens of KV", "40 ms", "41 ms", "+2.5%"],
     ]
+    assert "a KV fetch adds 60 ms to the step in which it starts (50 ms to 70 ms by length)" in report
     assert "decode: off by more than 10% on average; publish no figure from this profile" in report
 
 

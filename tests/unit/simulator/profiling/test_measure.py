@@ -121,7 +121,7 @@ async def test_the_coefficients_of_a_known_engine_are_recovered() -> None:
         ],
         rel=0.1,
     )
-    assert max(curve.mape for curve in (*fitted.curves, *link.curves)) < 0.02
+    assert max(curve.mape for curve in (*fitted.curves, link.curve)) < 0.02
     assert len(lines) == 62
 
 
