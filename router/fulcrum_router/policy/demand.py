@@ -135,7 +135,12 @@ class _Sums:
         self.token_steps += work.token_steps
 
     def snapshot(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in self.__slots__}
+        return {
+            "requests": self.requests,
+            "prefill_s": self.prefill_s,
+            "output_tokens": self.output_tokens,
+            "token_steps": self.token_steps,
+        }
 
 
 class Demand:
