@@ -337,26 +337,26 @@ async def test_an_engine_that_does_not_respond_is_given_up() -> None:
     assert await measure_bad_engine(hang) == "sends no token for 120 s"
 
 
-async def test_an_engine_that_sends_events_without_tokens_is_given_up() -> None:
-    async def drip(request: web.Request) -> web.StreamResponse:
+def drip(data: bytes) -> Handler:
+    """Send the same bytes every ten seconds without end."""
+
+    async def respond(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
         while True:
-            await response.write(b': still here\n\ndata: {"choices": []}\n\n')
+            await response.write(data)
             await advance(10.0)
 
-    assert await measure_bad_engine(drip) == "sends no token for 120 s"
+    return respond
+
+
+async def test_an_engine_that_sends_events_without_tokens_is_given_up() -> None:
+    events = drip(b': still here\n\ndata: {"choices": []}\n\n')
+    assert await measure_bad_engine(events) == "sends no token for 120 s"
 
 
 async def test_a_page_that_never_ends_is_given_up() -> None:
-    async def drip(request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse()
-        await response.prepare(request)
-        while True:
-            await response.write(b"#")
-            await advance(10.0)
-
-    found = await measure_bad_engine(text_response(""), metrics=drip)
+    found = await measure_bad_engine(text_response(""), metrics=drip(b"#"))
     assert found == "does not respond for 120 s"
 
 
