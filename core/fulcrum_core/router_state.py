@@ -151,7 +151,7 @@ class TenantState(_WireModel):
 
 
 class DemandSums(_WireModel):
-    """Work of the requests of one kind since the router started."""
+    """Work of requests, added up since the router started."""
 
     requests: int = 0
     prefill_s: float = Field(default=0.0, description="Predicted time to compute their prompts, in seconds.")
