@@ -171,9 +171,18 @@ async def disturb(run: LocalRun, client: httpx.AsyncClient, count: int) -> None:
         await flip_instance(
             run.store, "play", names[0], role.other, namespace="default", reason="a disturbance"
         )
-        body = {"model": "laptop-1b", "prompt": "word", "max_tokens": 2_000, "stream": True}
+        await kill_an_engine(run, client)
+
+
+async def kill_an_engine(run: LocalRun, client: httpx.AsyncClient) -> None:
+    """Kill the decode engine of a stream; one that admission refuses is sent again."""
+    body = {"model": "laptop-1b", "prompt": "word", "max_tokens": 2_000, "stream": True}
+    is_refused = True
+    while is_refused:
         async with client.stream("POST", f"{run.info.router_url}/v1/completions", json=body) as response:
-            run.kill(response.headers["x-fulcrum-decode"])  # the head comes with the first token
+            is_refused = "x-fulcrum-refused" in response.headers
+            if not is_refused:
+                run.kill(response.headers["x-fulcrum-decode"])  # the head comes with the first token
             with suppress(httpx.RemoteProtocolError):  # without a seed another engine cannot go on with it
                 await response.aread()
 
