@@ -405,7 +405,7 @@ async def _run_all(measurements: Sequence[Coroutine[Any, Any, None]]) -> None:
     try:
         await asyncio.gather(*tasks)
     finally:
-        await _end_all(tasks)
+        await _cancel_all(tasks)
 
 
 async def _run_until_last(measurements: Sequence[Coroutine[Any, Any, None]]) -> None:
@@ -418,10 +418,10 @@ async def _run_until_last(measurements: Sequence[Coroutine[Any, Any, None]]) -> 
             for task in done:
                 task.result()
     finally:
-        await _end_all(tasks)
+        await _cancel_all(tasks)
 
 
-async def _end_all(tasks: Sequence[asyncio.Future[None]]) -> None:
+async def _cancel_all(tasks: Sequence[asyncio.Future[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
